@@ -191,7 +191,7 @@ class Decoder(nn.Module):
         self.model.cp = cp
 
     def apply_context_groups(self, groups: Mapping[int, ContextParallel]) -> None:
-        """Set {number of ranks: cp group}; the argument `cp` of later forwards selects one."""
+        """Set {number of ranks: cp group}; the `cp` argument of a forward selects the group."""
         self.model.context_groups = groups
 
     def forward(
@@ -383,8 +383,8 @@ class Decoder(nn.Module):
 
         Under FSDP, EP, CP or TP every rank passes the same tokens and a generator of the same seed.
         With cached keys and values a new token costs a forward of one token. A new token costs a
-        full forward under cp, with linear or sparse attention, or for compiled layers. It does so,
-        too, if the prompt and the new tokens together exceed `max_seq_len`.
+        full forward under cp, with linear or sparse attention, for compiled layers, and if the
+        prompt and the new tokens together exceed `max_seq_len`.
 
         Args:
             tokens_BT: the prompt, int64, at least one token.

@@ -43,8 +43,8 @@ class MoEMetrics:
 
             expert_load_max_over_mean   maximum of `expert_load/<layer>` over layers
             expert_load/<layer>         maximum divided by mean of experts' loads in a layer
-            expert_load/<layer>/<e>     choices of an expert divided by the mean
-            drop_rate, /<layer>         share of the choices that capacity dropped; mean over layers
+            expert_load/<layer>/<e>     tokens of an expert divided by the mean over experts
+            drop_rate, /<layer>         dropped share of experts' tokens; mean over layers
             balance_loss, /<layer>      auxiliary losses of all scopes; sum over layers
             z_loss, /<layer>            sum over layers
             router_entropy, /<layer>    see the attribute; mean over layers
@@ -93,7 +93,7 @@ class MoEMetrics:
         return {layer: max(_divide_by_mean(counts)) for layer, counts in counts.items()}
 
     def compute_drop_rates(self) -> dict[str, float]:
-        """Return {layer name: share of choices that capacity dropped}. One host sync."""
+        """Return {layer name: share of experts' tokens that capacity dropped}. One host sync."""
         return _compute_drop_rates(self._copy_to_host())
 
     def compute_total_aux_loss(self) -> float:

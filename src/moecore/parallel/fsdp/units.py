@@ -112,7 +112,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Return output heads (`is_fsdp_head`) after a block that share no parameter: own units."""
+    """Return the untied output heads (`is_fsdp_head`) after a block; each becomes a unit."""
     # In the root unit no compute would hide a head's all-gather and reduction. A separate unit is
     # all-gathered while the last block runs, is resident, and is reduced first. Only the forward of
     # the head may read its weight, as in `moecore.models`. Heads of other models belong to the
