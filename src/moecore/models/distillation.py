@@ -59,10 +59,7 @@ class Distillation(CheckedRecord):
 def compute_kl(
     logits_CX: Tensor, teacher_CX: Tensor, kl_type: str, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the KL divergence [C] of teacher and student, and its gradient by `logits_CX`.
-
-    The vocabulary of both logits is sharded over `group`; None = not sharded.
-    """
+    """Return KL divergences [C], and the gradient by logits_CX; `group` shards the vocabulary."""
     log_p_CX, log_q_CX = (
         x_CX - _gather_ranks(x_CX.logsumexp(1), group).logsumexp(0)[:, None]
         for x_CX in (logits_CX, teacher_CX)
