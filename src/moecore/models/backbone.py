@@ -40,7 +40,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim, dtype=dtype))
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Return embeddings of tokens [B, T]; under tp of this rank's slice, [B, T / tp, D]."""
+        """Embed token ids [B, T] to [B, T, D]; under tp, to this rank's slice [B, T / tp, D]."""
         weight_vD = get_local_param(self.weight)
         if self.tp is None:
             return F.embedding(tokens_BT, weight_vD)
@@ -78,10 +78,11 @@ class Backbone(nn.Module):
         hidden: Tensor | None = None,
         stage: Stage | None = None,
     ) -> Tensor:
-        """Run a stage's blocks on this rank's tokens; the last block is followed by the final norm.
+        """Return the hidden states of this rank's tokens after the blocks of a pipeline stage.
 
-        `tokens_BT` has full rows. `hidden` is the output of the previous stage, for a stage without
-        the embedding. `stage` None = all blocks.
+        `tokens_BT` is not sliced over cp or tp. A stage without the embedding reads `hidden`, the
+        output of the previous stage. `stage` None = all blocks. The final norm follows the last
+        block.
         """
         stage = self.full_stage if stage is None else stage
         if sequence is None:
@@ -102,8 +103,8 @@ class Backbone(nn.Module):
     ) -> Sequence:
         """Build the `Sequence` record that blocks read: documents, padding mask and rotary table.
 
-        The arguments describe full rows as in `Decoder.forward`; the record describes this rank's
-        tokens. Raises a ValueError for documents that are longer than `max_seq_len`.
+        The arguments are as in `Decoder.forward`; the record describes only this rank's tokens.
+        Raises a ValueError for documents that are longer than `max_seq_len`.
         """
         ranks = self.select_cp_ranks(cp)
         (B, T), device = tokens_BT.shape, tokens_BT.device
@@ -142,7 +143,7 @@ class Backbone(nn.Module):
 
     @property
     def can_cache(self) -> bool:
-        """Whether all layers can use a `KVCache`: eager attention to all keys, without cp."""
+        """Whether layers support a `KVCache`: eager, no linear or sparse attention, no cp."""
         mla = self.config.mla
         if self.cp is not None or self.context_groups or (mla and mla.sparse is not None):
             return False
@@ -151,15 +152,15 @@ class Backbone(nn.Module):
         return not is_compiled and all(block.mixer != "linear" for block in blocks)
 
     def select_cp_ranks(self, cp: int | None) -> ContextParallel | None:
-        """Return the cp group for the argument `cp` of a forward; None = no context parallelism."""
+        """Return the cp group for the argument `cp` of a forward; None = no context parallel."""
         return select_cp_ranks(cp, self.cp, self.context_groups)
 
     def embed(self, tokens_BT: Tensor, sequence: Sequence) -> Tensor:
-        """Embed full rows of token ids; return the embeddings of this rank's tokens."""
+        """Embed token ids [B, T]; return the embeddings of this cp and tp rank's tokens."""
         x_BTD: Tensor = self.embed_tokens(sequence.slice_local(tokens_BT))
         return x_BTD
 
     def slice_local_tokens(self, x_BT: Tensor, sequence: Sequence) -> Tensor:
-        """Slice a tensor of full rows [B, T] to the tokens of this cp and tp rank."""
+        """Slice a tensor [B, T], identical on all cp and tp ranks, to this rank's tokens."""
         x_BT = sequence.slice_local(x_BT)
         return x_BT if self.tp is None else self.tp.slice_local_tokens(x_BT)

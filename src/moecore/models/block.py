@@ -27,8 +27,8 @@ LINEAR: dict[type, Callable[..., LinearAttention]] = {
 class Block(nn.Module):
     """One layer: attention or linear attention, then an MLP or MoE layer, each with a norm.
 
-    A layer may have only one of both halves: see `DecoderConfig.pattern`. `runs` is the number of
-    times that the layer runs in one forward of its decoder.
+    With `DecoderConfig.pattern` a layer has either (linear) attention or an MLP or MoE layer.
+    `runs` is the number of times that the layer runs in one forward of its decoder.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Block(nn.Module):
             self.mlp = MoELayer(moe, dtype=dtype, runs=runs)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the residual stream of this rank's tokens after the layer."""
+        """Return x plus the attention and feed-forward outputs, for this rank's tokens."""
         if self.mixer is not None:
             x_BTD = self.attend(x_BTD, sequence)
         if self.feedforward is None:
@@ -104,20 +104,19 @@ class Block(nn.Module):
 class MTPLayer(nn.Module):
     """Multi-token prediction: one block over hidden states and embeddings of later tokens.
 
-    The decoder predicts t_(i+1) at position i. Module k = 1, 2, ... predicts t_(i+k+1) at position
-    i. Its inputs are the output of module k - 1 (of the decoder for k = 1) and the true t_(i+k):
+    The decoder predicts token t_(i+1) at position i. Module k = 1, 2, ... predicts t_(i+k+1) there.
+    Module k reads the output of module k - 1 (of the decoder for k = 1) and the true token t_(i+k):
 
         h_(k-1) -> hnorm -+
                           +-> eh_proj -> one block -> norm -> h_k -> decoder's head -> t_(i+k+1)
         t_(i+k) -> enorm -+   (the decoder's embedding)
 
-    With `mtp_repeats` the same module runs for every k: its output is its next input.
+    With `mtp_repeats` > 1 one module runs for every k, each time on the output of its last run.
 
-    The modules improve the decoder's hidden states. They run only in training mode with labels.
-    h_0 is the output of the decoder's final norm and h_k the output of module k's norm, as in
-    transformers and Megatron-Core. eh_proj reads [embedding, hidden state], the order of the
-    published weights; the paper has the reverse order. The block has an MLP or an MoE layer as
-    the decoder's last layer does.
+    The modules run only in training mode with labels. The states h_0 and h_k are outputs of the
+    final norm and of module k's norm, as in transformers and Megatron-Core. The projection eh_proj
+    reads [embedding, hidden state], as the published weights need; the paper has the reverse order.
+    The feed-forward part of the block is of the kind (MLP or MoE) of the decoder's last layer.
 
     Example, k = 1, tokens [a b c d] with labels [b c d e]: positions 0 .. 2 read the embeddings of
     b c d and have the targets c d e; position 3 has no next input token. Such positions are the
@@ -138,10 +137,10 @@ class MTPLayer(nn.Module):
         self.norm = RMSNorm.from_config(config, dtype=dtype)
 
     def forward(self, h_BTD: Tensor, e_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return h_k, the normed output of module k, for this rank's tokens.
+        """Return h_k, the normed output of module k, for this rank's tokens [B, t, D].
 
         `e_BTD` has the embeddings of the tokens k positions later. The padding mask of `sequence`
-        also covers the tokens without a target.
+        must be True also for positions without a target.
         """
         eh_BTD = torch.cat((self.enorm(e_BTD), self.hnorm(h_BTD)), dim=-1)
         h_BTD = self.block(self.eh_proj(eh_BTD), sequence)

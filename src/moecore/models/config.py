@@ -187,7 +187,7 @@ class GatedDeltaConfig(LinearAttentionConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mamba2Config(LinearAttentionConfig):
-    """A Mamba-2 layer: `num_v_heads` heads, and B and C of `num_k_heads` groups of heads.
+    """A Mamba-2 layer with `num_v_heads` heads, in `num_k_heads` groups that share B and C.
 
     Attributes:
         min_step: lower bound to which time steps are clamped.
@@ -213,7 +213,7 @@ class DecoderConfig(CheckedRecord):
             each.
         head_dim: dim of one head.
         moe: config of every MoE layer; None = all layers are dense.
-        hash_layers: number of first MoE layers that select experts by a table of token ids
+        hash_layers: the first `hash_layers` MoE layers select experts by a table of token ids
             (DeepSeek-V4: 3), see `MoEConfig.by_token_id`.
         dense_layers: indices of the layers with a plain MLP, in rising order.
         mlp_hidden_dim: hidden dim of the dense layers' MLP; 0 when no layer is dense.
@@ -222,25 +222,24 @@ class DecoderConfig(CheckedRecord):
         mlp_activation_limit, mlp_activation_up_limit: limits of gate and up in "situ_glu".
         mla: multi-head latent attention; None = grouped-query attention. With mla, num_kv_heads
             equals num_heads, and head_dim is the dim of a query or key head.
-        num_mtp_layers: modules that predict further tokens in training (multi-token prediction,
-            `MTPLayer`); 0 = off. They have an MLP or an MoE layer as the last layer does.
-        mtp_loss_coef: weight of the mean of the modules' losses; 0 without modules.
-        mtp_repeats: number of times that the one module is applied, each time to its last output,
-            with the same weights. Each application predicts one token further (Megatron-Core's
-            mtp_use_repeated_layer).
+        num_mtp_layers: number of modules that predict further tokens in training (multi-token
+            prediction, `MTPLayer`); 0 = off.
+        mtp_loss_coef: weight of the mean of the modules' losses; must be 0 without modules.
+        mtp_repeats: number of runs of a single MTP module, each on the output of its last run. Each
+            run predicts one token further (Megatron-Core's mtp_use_repeated_layer).
         mtp_detached: the modules' losses train only the modules. No gradient reaches the decoder's
             layers, the embedding or the head (Megatron-Core's mtp_detach_heads).
-        linear_attention: attention of `linear_layers` (Qwen3-Next), or of "M" in a pattern; None
-            = no layer has linear attention.
+        linear_attention: attention of `linear_layers` (Qwen3-Next), or of "M" in a pattern;
+            None = no layer has linear attention.
         linear_layers: indices of the layers with linear attention, in rising order.
-        pattern: one letter per layer, which then has one half of a block and one norm: "M" linear
-            attention, "*" attention, "E" an MoE layer, "-" a plain MLP (Nemotron-H). "" = layers
-            have both halves, whose kinds linear_layers and dense_layers select.
+        pattern: one letter per layer: "M" linear attention, "*" attention, "E" an MoE layer, "-" a
+            plain MLP (Nemotron-H). Such a layer has no other part. "" = every layer has attention
+            and a feed-forward, whose kinds linear_layers and dense_layers select.
         attention_bias: learned biases: "qkv" for queries, keys and values (Qwen2, GLM-4.5), "all"
             for the output too (Llama's option), None = off.
-        windows: sliding window of each layer in keys, the token itself included; 0 = full causal
-            attention. The tuple repeats over the layers: (128, 0) for gpt-oss, (4096,) for Mistral.
-        attention_sinks: each head has a learned score of one extra key without a value (gpt-oss).
+        windows: sliding window of each layer in keys, the token's own key included; 0 = full causal
+            attention. Layer i has windows[i % len(windows)]: (128, 0) for gpt-oss. () = no windows.
+        attention_sinks: each head's softmax has one extra learned score, without a value (gpt-oss).
         attention_gate: each head's output is multiplied by the sigmoid of a gate. `q_proj` returns
             the gate after the head's query (Qwen3-Next).
         qk_norm: RMSNorm on queries and keys: "head" over each head (Qwen3), "full" over all heads

@@ -171,9 +171,10 @@ class Decoder(nn.Module):
         return self
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """Return `options` with a method of context-parallel attention that suits the heads.
+        """Return `options` with a communication method of context parallelism for this model.
 
-        `cp` and `tp` are numbers of ranks. Raises a ValueError if no method is possible.
+        `cp` and `tp` are numbers of ranks. Raises a ValueError if no method supports the numbers of
+        heads per rank, or sparse attention.
         """
         heads = self.config.num_heads // tp, self.config.num_kv_heads // tp
         mla = self.config.mla
@@ -190,7 +191,7 @@ class Decoder(nn.Module):
         self.model.cp = cp
 
     def apply_context_groups(self, groups: Mapping[int, ContextParallel]) -> None:
-        """Set {number of ranks: group}, from which the `cp` argument of a forward selects."""
+        """Set {number of ranks: cp group}; the `cp` argument of a forward selects the group."""
         self.model.context_groups = groups
 
     def forward(
@@ -209,22 +210,21 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Return the mean cross-entropy over the labels, or the logits if there are no labels.
 
-        In training mode the mean of the multi-token prediction losses, times `mtp_loss_coef`, is
-        added. Each of these losses is a sum over its labels, divided by the number that divides
-        the main loss (DeepSeek-V3, equation 24). Gradients therefore add up over micro-batches.
-        The modules do not run in eval mode or without labels.
+        With labels in training mode, the mean of the multi-token prediction losses, times
+        `mtp_loss_coef`, is added. Each of these losses is a sum over its labels, divided by
+        `num_tokens` as the main loss is (DeepSeek-V3, equation 24).
 
         Args:
-            tokens_BT: int64 ids of full rows. All cp and tp ranks of a data rank pass identical
-                arguments.
-            labels_BT: int64, the token that follows each position (already shifted), or -100
-                where the position has no loss.
+            tokens_BT: int64 or int32 ids, not sliced over cp or tp. All cp and tp ranks of a data
+                rank pass identical arguments.
+            labels_BT: int64, the token that follows each position (already shifted), or -100 where
+                the position has no loss.
             num_tokens: divisor of the loss summed over labels, for example the number of labels in
-                the global batch: an int or an integer scalar tensor. None = the number of labels
-                in `labels_BT`.
+                the global batch: an int or an integer scalar tensor. None = the number of labels in
+                `labels_BT`.
             padding_mask_BT: bool, True = padding, which experts and balance losses skip. Padding
-                must be at the end of its document or be a document of its own. Its labels must be
-                -100. Neither is checked, because the check would synchronise.
+                must be at the end of a document or be a separate document, and have labels of -100.
+                Neither is checked, because the check would synchronise.
             cu_seqlens: int32 [n + 1], borders of the documents that are packed into the rows.
                 Document i has the tokens cu_seqlens[i] : cu_seqlens[i + 1] of the B * T tokens,
                 counted row by row. The last value is B * T; empty documents are allowed at the end.
@@ -233,13 +233,13 @@ class Decoder(nn.Module):
                 document.
             max_seqlen: an upper bound of the tokens in a document, for `cu_seqlens` on the device;
                 None = B * T.
-            cp: with `ContextOptions.dynamic`, the number of neighbouring data ranks that share
-                these rows: a power of two, 1 = only this rank. These ranks pass identical
-                arguments; other ranks pass other rows and their own cp. None = the cp of the mesh.
+            cp: with `ContextOptions.dynamic`, the number of consecutive data ranks that share these
+                rows and pass identical arguments: a power of two, 1 = only this rank. None = the cp
+                of the mesh.
             hidden: output of the previous pipeline stage, of shape `hidden_shape`; None in a stage
                 with the embedding.
-            stage: the part of the model that runs; None = the full model. Every stage gets the same
-                other arguments.
+            stage: the pipeline stage that runs; None = the full model. All stages of a micro-batch
+                get identical other arguments.
             log_prob_loss: a loss of log-probabilities with its own labels, returned instead of the
                 cross-entropy. `labels_BT` must be None, and multi-token prediction does not run.
 
@@ -319,7 +319,7 @@ class Decoder(nn.Module):
         return losses
 
     def stage_parts(self) -> StageParts:
-        """Return the module paths from which pipeline stages are built."""
+        """Return the names of the submodules that `parallelize_moe` splits into pipeline stages."""
         return StageParts(
             embedding="model.embed_tokens",
             layers="model.layers",
@@ -381,10 +381,10 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Return the prompt followed by sampled tokens.
 
-        Under FSDP, EP, CP or TP every rank passes the same tokens and a generator of the same
-        seed. Attention caches keys and values, so a new token costs a forward of one token. It
-        costs a full forward under cp, for linear and sparse attention, for compiled layers, and for
-        sequences that are longer than `max_seq_len`.
+        Under FSDP, EP, CP or TP every rank passes the same tokens and a generator of the same seed.
+        With cached keys and values a new token costs a forward of one token. A new token costs a
+        full forward under cp, with linear or sparse attention, for compiled layers, and if the
+        prompt and the new tokens together exceed `max_seq_len`.
 
         Args:
             tokens_BT: the prompt, int64, at least one token.

@@ -41,10 +41,11 @@ class Distillation(CheckedRecord):
     """Learn from labels (cross-entropy) and from a teacher's probabilities (KL divergence).
 
     Attributes:
-        teacher: directory or hub name of the frozen teacher, sharded as the trained model.
+        teacher: directory or hub name of the frozen teacher, which is sharded like the student.
         kl_type: "forward" is KL(teacher || student), and "reverse" is KL(student || teacher).
-        temperature: divisor of the logits in the KL divergence, whose factor is its square.
-        top_k: number of tokens, of the largest teacher logits, in the KL divergence; None = all.
+        temperature: T. The KL divergence is of softmax(logits / T) and is multiplied by T ** 2.
+        top_k: the KL divergence uses only the top_k largest teacher logits of each token;
+            None = the full vocabulary.
         kd_ratio: weight of the KL divergence; the cross-entropy has the weight 1 - kd_ratio.
     """
 
@@ -58,7 +59,7 @@ class Distillation(CheckedRecord):
 def compute_kl(
     logits_CX: Tensor, teacher_CX: Tensor, kl_type: str, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the KL divergence [C] of softmaxes over the ranks of `group`, and its gradient."""
+    """Return KL divergences [C], and the gradient by logits_CX; `group` shards the vocabulary."""
     log_p_CX, log_q_CX = (
         x_CX - _gather_ranks(x_CX.logsumexp(1), group).logsumexp(0)[:, None]
         for x_CX in (logits_CX, teacher_CX)
@@ -94,7 +95,7 @@ class _LinearHeadLoss:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DistillationLoss(_LinearHeadLoss):
-    """The loss of a student's forward, summed and divided by `num_tokens`; label -100 = no loss."""
+    """The student's loss: sum over labels other than -100, divided by `num_tokens`."""
 
     labels_BT: Tensor  # int64, of full rows, already shifted
     num_tokens: Tensor
@@ -111,7 +112,7 @@ class DistillationLoss(_LinearHeadLoss):
         chunk_tokens: int = CHUNK_TOKENS,
         group: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """Return the loss of hidden states, equal on all cp ranks. Collective."""
+        """Return the loss from this rank's hidden states, equal on all cp ranks. Collective."""
         args = hidden_BtD.flatten(0, 1), weight_VD, labels_Bt.flatten(), self._compute_loss_
         total = sum_head_losses(*args, chunk_tokens=min(chunk_tokens, CHUNK_TOKENS), group=group)
         shares_Bt1 = (total / labels_Bt.numel()).expand(*labels_Bt.shape, 1)
@@ -156,11 +157,11 @@ class DistillationLoss(_LinearHeadLoss):
 
 
 class TeacherForward(_LinearHeadLoss):
-    """A loss of a teacher's forward (argument `log_prob_loss`) that stores the logits and is 0.
+    """A `log_prob_loss` for a teacher's forward: stores the teacher's logits and returns 0.
 
-    If `top_k` is None, it stores hidden states, and one copy of the frozen head in the list
-    `heads`. It is not a dataclass, because ranks compare the fields of dataclasses, and the tokens
-    of cp ranks differ.
+    If `top_k` is None, hidden states are stored instead, and the first forward appends a copy of
+    the frozen head to the list `heads`. The class is not a dataclass: ranks would compare its
+    fields, but cp ranks have different tokens.
     """
 
     def __init__(self, labels_BT: Tensor, *, top_k: int | None, heads: list[Tensor]) -> None:
@@ -174,10 +175,7 @@ class TeacherForward(_LinearHeadLoss):
         chunk_tokens: int = CHUNK_TOKENS,
         group: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """Store the teacher's logits of this rank's tokens and return 0.
-
-        Collective if `top_k` is set.
-        """
+        """Store the teacher's logits or hidden states; return 0. Collective if `top_k` is set."""
         hidden_ND = hidden_BtD.flatten(0, 1).to(weight_VD.dtype)
         if self._top_k is None:
             if not self._heads:
@@ -192,7 +190,7 @@ class TeacherForward(_LinearHeadLoss):
         return hidden_ND.new_zeros((), dtype=torch.float32)
 
     def read(self, part: slice) -> tuple[Tensor | None, Tensor]:
-        """Return stored ids and logits [C, k] of C tokens; if `top_k` is None, (None, [C, V])."""
+        """Return ids and logits [C, k] of the tokens in `part`; (None, [C, V]) without `top_k`."""
         if self._top_k is None:
             return None, _compute_logits(self._hidden_ND[part], self._heads[0])
         return self._ids_Nk[part], self._logits_Nk[part]

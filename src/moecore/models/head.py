@@ -18,10 +18,7 @@ from moecore.models.tensor_parallel import TensorParallel, all_reduce_replicated
 
 
 class Head(nn.Module):
-    """A decoder's output matrix and loss.
-
-    A tied head has no weight and uses the embedding table.
-    """
+    """A decoder's output matrix and loss. A tied head uses the embedding table as its matrix."""
 
     is_fsdp_head = True
     tp_shard_dim = 0
@@ -48,8 +45,8 @@ class Head(nn.Module):
     ) -> Tensor:
         """Return the fp32 loss, divided by `num_tokens`, or without labels the logits [B, T, V].
 
-        Labels have full rows. If `is_detached`, the weight gets no gradient. Results are equal on
-        all cp and tp ranks.
+        Labels are not sliced over cp or tp. If `is_detached`, the weight gets no gradient. Results
+        are equal on all cp and tp ranks.
         """
         weight = tied_weight if self.weight is None else self.weight
         assert weight is not None, "a tied head is called with the embedding table"

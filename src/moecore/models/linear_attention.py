@@ -46,11 +46,11 @@ from moecore.precision.plain import Linear
 
 
 class LinearAttention(nn.Module):
-    """Base class of linear attention layers, with the convolution and the decays of heads.
+    """Base class of linear attention layers: causal convolution, time steps and decay rates.
 
-    The convolution has channels of several kinds, such as queries, keys and values, one kind after
-    the other. `sizes` has the number of channels of each kind over all tp ranks. Channels of a kind
-    are ordered by head.
+    The convolution's channels are concatenated by kind: for example all queries, all keys, all
+    values. `sizes` has the number of channels of each kind over all tp ranks. The channels of a
+    kind are ordered by head.
     """
 
     is_eager = True  # in no CUDA graph: a package reads the borders of documents on the host
@@ -81,15 +81,15 @@ class LinearAttention(nn.Module):
         return list(mixed_BTC.split([part.shape[-1] for part in xs_BTC], dim=-1))
 
     def compute_time_steps(self, a_BTH: Tensor) -> Tensor:
-        """Return the time steps softplus(a + dt_bias) of each token and head, in fp32 or fp64."""
+        """Return the time steps softplus(a + dt_bias), [B, T, H], in fp32, or fp64 if a is."""
         return F.softplus(upcast_to_fp32(a_BTH) + self.slice_local_heads(self.dt_bias))
 
     def compute_decay_rates(self) -> Tensor:
-        """Return -exp(A_log), each local head's log-decay per unit of time (negative), fp32 [H]."""
+        """Return -exp(A_log) of each local head, fp32 [H]: log-decay per unit of the time step."""
         return -upcast_to_fp32(self.slice_local_heads(self.A_log)).exp()
 
     def slice_local_heads(self, param: nn.Parameter) -> Tensor:
-        """Return this tp rank's slice of a replicated parameter with a value per head."""
+        """Slice a parameter with one value per head, replicated over tp, to this rank's heads."""
         full_param = get_local_param(param)
         return full_param if self.tp is None else full_param.chunk(self.tp.size)[self.tp.rank]
 
@@ -101,7 +101,7 @@ class LinearAttention(nn.Module):
         return torch.cat([part.chunk(self.tp.size)[self.tp.rank] for part in parts])
 
     def init_weights(self, *, key: str, seed: int) -> None:
-        """Initialise filters as Conv1d does, decay rates by U(min_decay_rate, 16), `dt_bias` by 1.
+        """Draw filters as Conv1d does, decay rates from U(min_decay_rate, 16); set `dt_bias` to 1.
 
         The values depend only on `key` (the module's name), `seed` and parameter names.
         """
@@ -186,9 +186,9 @@ class Mamba2(LinearAttention):
         return apply_row_linear(y_BTC, self.out_proj, self.tp)
 
     def init_weights(self, *, key: str, seed: int) -> None:
-        """Initialise as `LinearAttention` does, but with a skip of 1 and random time steps.
+        """Initialise as `LinearAttention` does, but set the skip to 1 and draw `dt_bias`.
 
-        For an input of zero, the logarithm of the time step is U(log MIN_STEP, log MAX_STEP).
+        softplus(dt_bias) is a time step whose logarithm is U(log MIN_STEP, log MAX_STEP).
         """
         super().init_weights(key=key, seed=seed)
         get_local_tensor(self.D).fill_(1.0)

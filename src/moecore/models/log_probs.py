@@ -43,12 +43,11 @@ class LogProbLoss(CheckedRecord):
     """A loss of token log-probabilities that a forward returns instead of the cross-entropy.
 
     Attributes:
-        labels_BT: int64 on the model's device, of full rows: the token that follows each position
-            (already shifted), or -100 for positions without a log-probability.
-        function: maps log-probabilities and entropies to an fp32 scalar loss. Both arguments are
-            fp32 [B, T] of full rows. The log-probability is 0 where the label is -100. Entropies
-            are None without `entropy`. Every cp and tp rank calls the function with identical
-            values.
+        labels_BT: int64 on the model's device, not sliced over cp or tp: the token that follows
+            each position (already shifted), or -100 for positions without a log-probability.
+        function: maps log-probabilities and entropies, fp32 [B, T], to an fp32 scalar loss. The
+            log-probability is 0 where the label is -100. Entropies are None without `entropy`.
+            Every cp and tp rank calls the function with identical values.
         temperature: divisor of the logits.
         entropy: whether entropies are computed.
     """
@@ -68,9 +67,10 @@ class LogProbLoss(CheckedRecord):
         chunk_tokens: int = 2048,
         group: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """Return the loss of this rank's hidden states. The head is sharded over `group`.
+        """Return the loss of this rank's hidden states [B, t, D], t = T / (cp * tp).
 
-        `gather_full_rows` gathers local tokens [B, t, X] to full rows [B, T, X].
+        The head `weight_VD` is sharded over `group`; None = the full head. `gather_full_rows`
+        all-gathers local tokens [B, t, X] to [B, T, X].
         """
         options: Any = dict(temperature=self.temperature, entropy=self.entropy, group=group)
         args = hidden_BtD.flatten(0, 1), weight_VD, labels_Bt.flatten()
@@ -80,7 +80,7 @@ class LogProbLoss(CheckedRecord):
     def compute_from_logits(
         self, logits_BtV: Tensor, labels_Bt: Tensor, gather_full_rows: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Return the loss of full-vocabulary logits, which a model may change after its head."""
+        """Return the loss of full-vocabulary logits, for models that change the head's logits."""
         x_NV = logits_BtV.flatten(0, 1)
         x_NV = x_NV.to(torch.promote_types(x_NV.dtype, torch.float32)) / self.temperature
         labels_N = labels_Bt.flatten()
@@ -118,14 +118,14 @@ def make_adapter_loss(
 ) -> LogProbLoss:
     """Return a cross-entropy whose gradient in each LoRA adapter is the mean over its rows' labels.
 
-    The loss of a row is its sum over labels, divided by the number of labels of its adapter. Pass
-    the ids to the forward, too, as `adapter_ids`.
+    The loss of a row is its sum over labels, divided by the number of labels of its adapter. The
+    forward also needs the ids, as `adapter_ids`.
 
     Args:
-        labels_BT: int64, of full rows, already shifted; -100 = no label.
+        labels_BT: int64, not sliced over cp or tp, already shifted; -100 = no label.
         adapter_ids_B: int32 or int64, the adapter of each row.
-        num_labels_N: number of labels of each of N adapters; with `parallelize_moe(loss="sum")`
-            over all data ranks and micro-batches of the step.
+        num_labels_N: number of labels of each of N adapters. With `parallelize_moe(loss="sum")`,
+            count the labels of all data ranks and micro-batches of the step.
     """
     check_arguments(make_adapter_loss, locals())
     divisors_B = num_labels_N.clamp(min=1).to(labels_BT.device)[adapter_ids_B.to(labels_BT.device)]

@@ -58,14 +58,13 @@ def linear_cross_entropy(
     Args:
         hidden_ND: any float dtype; N may be 0.
         weight_VD: the head, same dtype (under autocast any) and device.
-        labels_N: int64 in [0, V), or -100 for tokens without a loss. Any other label raises on
-            a CPU and makes the loss NaN on a GPU and with a group.
-        num_tokens: divisor of the loss summed over labels (int or integer scalar tensor); None =
-            the number of labels other than -100. 0 divides by 1.
-        chunk_tokens: tokens per chunk C. FP8 chunks have twice as many tokens and take no more
-            memory.
-        group: ranks with identical tokens and labels, over which the head's rows are sharded
-            evenly in rank order; None = weight_VD is the full head.
+        labels_N: int64 in [0, V), or -100 for tokens without a loss. For any other label the loss
+            is NaN on a GPU or with a group; on a CPU without a group an error is raised.
+        num_tokens: divisor of the loss summed over labels (int or integer scalar tensor);
+            None = the number of labels other than -100. A divisor of 0 is replaced by 1.
+        chunk_tokens: number of tokens C whose logits exist at a time; 2 C in FP8.
+        group: ranks with identical tokens and labels, over which the head's rows are sharded evenly
+            in rank order; None = weight_VD is the full head.
         recipe: "blockwise" = matmuls in FP8, if the sizes of this rank's weight are multiples of
             128 and inputs are 16-bit on a GPU. Logits are rounded to the 16-bit dtype. None = off.
 
@@ -75,8 +74,8 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: when `num_tokens` is a floating tensor, `chunk_tokens` < 1, `labels_N` is not
-            one int64 label per row of `hidden_ND`, dtypes differ without autocast, or a recipe
-            does not fit.
+            one int64 label per row of `hidden_ND`, dtypes differ without autocast, or the inputs do
+            not meet the conditions of `recipe`.
         NotImplementedError: in backward with create_graph=True.
     """
     check_arguments(linear_cross_entropy, locals())
@@ -103,10 +102,7 @@ def sum_head_losses(
     group: dist.ProcessGroup | None,
     recipe: Recipe | None = None,
 ) -> Tensor:
-    """Return the sum of `compute_loss` over chunks of tokens.
-
-    The other arguments are as in `linear_cross_entropy`.
-    """
+    """Return the sum of `compute_loss` over chunks; other arguments: `linear_cross_entropy`."""
     dtype = find_matmul_dtype(hidden_ND, weight_VD, labels_N)
     options = chunk_tokens, torch.is_grad_enabled(), dtype, group, recipe, compute_loss
     total: Tensor = _HeadLoss.apply(hidden_ND, weight_VD, labels_N, *options)
@@ -114,7 +110,7 @@ def sum_head_losses(
 
 
 def find_matmul_dtype(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> torch.dtype:
-    """Return the dtype of the head's matmuls; ValueError for a wrong shape or dtype."""
+    """Return the dtype of the head's matmuls; raise a ValueError for a wrong shape or dtype."""
     if labels_N.shape != hidden_ND.shape[:1]:
         raise ValueError(
             f"labels_N {tuple(labels_N.shape)} must have one label for each row of "

@@ -52,7 +52,7 @@ class KeyNorm(nn.LayerNorm):
 
 
 class Indexer(nn.Module):
-    """Scores keys for the queries of sparse latent attention; replicated over tp."""
+    """Scores the keys that queries of sparse latent attention may select; replicated over tp."""
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Indexer(nn.Module):
         self.weights_proj = Linear(config.dim, self.num_heads, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, q_BTQ: Tensor, rotary: RotaryTable) -> IndexerHeads:
-        """Return queries, keys and head weights of all T tokens; `x_BTD` has this rank's tokens."""
+        """Return the indexer's queries, keys and head weights of T tokens, all-gathered over tp."""
         k_BTi, w_BTh = self.k_norm(self.wk(x_BTD)), self.weights_proj(x_BTD)
         if self.tp is not None:
             kw_BTX = self.tp.gather_tokens(torch.cat((k_BTi, w_BTh), dim=-1))
@@ -78,9 +78,10 @@ class Indexer(nn.Module):
 
 
 def make_key_choice(config: IndexerConfig | None, layer: nn.Module, top_k: int) -> KeyChoice:
-    """Return the record of the keys that a layer reads, and of whether its indexer is trained.
+    """Return the record that limits attention to `top_k` keys and enables the indexer's loss.
 
-    In the stage "warm_up" of `config`, attention reads all keys.
+    In the stage "warm_up" of `config`, attention reads all keys. The loss is enabled if `config` is
+    not None and `layer` runs in training mode with gradients.
     """
     learns = config is not None and layer.training and torch.is_grad_enabled()
     is_warm_up = config is not None and config.stage == "warm_up"
@@ -88,7 +89,7 @@ def make_key_choice(config: IndexerConfig | None, layer: nn.Module, top_k: int) 
 
 
 def compute_mean_divergence(divergence_BT: Tensor, sequence: Sequence) -> Tensor:
-    """Return this rank's sum of divergences / the tokens of all cp ranks; padding is excluded."""
+    """Return this cp rank's term of the mean KL divergence over tokens that are not padding."""
     mask_BT, local_tokens = sequence.padding_mask_BT, sequence.local_tokens
     if mask_BT is None:
         cp = 1 if local_tokens is None else local_tokens.cp.size
@@ -100,7 +101,7 @@ def compute_mean_divergence(divergence_BT: Tensor, sequence: Sequence) -> Tensor
 
 
 class LatentAttention(nn.Module):
-    """Causal multi-head latent attention, of a decoder with `mla`."""
+    """Causal multi-head latent attention with the sizes of `DecoderConfig.mla`."""
 
     observe_scores: ScoreObserver | None = None  # as in `Attention`
     indexer_config: IndexerConfig | None = None  # None = the indexer is not trained
@@ -144,7 +145,7 @@ class LatentAttention(nn.Module):
         return apply_row_linear(y_BTHv.flatten(2), self.o_proj, self.tp)
 
     def enable_indexer_training(self, config: IndexerConfig) -> None:
-        """Train the indexer, in the stage of `config`, in all later forwards in training mode."""
+        """Add the indexer's loss to later forwards in training mode, by the stage of `config`."""
         self.indexer_config, self.aux_loss = config, AuxLoss()
 
     @property

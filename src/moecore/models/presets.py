@@ -57,8 +57,8 @@ def with_latent_experts(
 ) -> MoEConfig:
     """Return the MoE config with latent experts, and dim / latent_dim times as many experts.
 
-    The number of routed expert parameters is unchanged. Two projections, to the latent dim and
-    back, are added.
+    The number of routed expert parameters is unchanged. Two projections are added: from the model
+    dim to the latent dim and back.
 
     Args:
         moe: a layer without latent experts.

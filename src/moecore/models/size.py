@@ -22,7 +22,7 @@ ATTENTION_FLOPS = 600e12
 
 
 def num_params(config: DecoderConfig) -> int:
-    """Return the number of parameters; a tied head counts once, buffers do not count."""
+    """Return the number of parameters, without buffers; a tied head is not counted again."""
     check_arguments(num_params, locals())
     return _count_params(config)[0]
 

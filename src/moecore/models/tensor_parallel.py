@@ -63,10 +63,7 @@ class TensorParallel:
 
     @cached_property
     def peer_problem(self) -> str | None:
-        """The reason why GPUs cannot read each other's memory, or None.
-
-        Host sync at first access.
-        """
+        """Why GPUs cannot read each other's memory, or None. Host sync at first access."""
         if is_gloo(self.group, "cuda"):
             return "must have NCCL, and so a GPU for each rank"
         return find_peer_access_problem(self.group)
@@ -83,15 +80,15 @@ class TensorParallel:
         return x_BTD
 
     def gather_last_dim(self, x_BTv: Tensor) -> Tensor:
-        """All-gather the last dim, which is sharded over tp. Backward reduce-scatters."""
+        """All-gather the last dim, sharded over tp. Backward reduce-scatters the gradient."""
         parts_GNv = self.gather_tokens(x_BTv.reshape(1, 1, -1, x_BTv.shape[-1]))[0]
         return parts_GNv.transpose(0, 1).reshape(*x_BTv.shape[:-1], -1)
 
     def find_local_rows(self, ids_BT: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         """Map token ids to rows of this rank's shard of `num_rows` rows; return rows and a mask.
 
-        The bool mask is True for ids of other shards, whose row is 0. On CPUs an id outside of the
-        vocabulary raises a ValueError. No communication.
+        The bool mask is True where another shard has the id; the row is 0 there. On CPUs an id
+        outside of the vocabulary raises a ValueError. No communication.
         """
         size = num_rows * self.size
         exists_BT = (ids_BT >= 0) & (ids_BT < size)
@@ -112,7 +109,7 @@ class TensorParallel:
         return y_BtD
 
     def gather_replicated(self, x_BtD: Tensor) -> Tensor:
-        """All-gather x_BtD to x_BTD, which all ranks use identically; backward takes a slice."""
+        """All-gather x_BtD to x_BTD, used identically on all ranks. Backward slices gradients."""
         gather = partial(_all_gather, group=self.group)
         x_BTD: Tensor = run_and_save(exchange_with_grad, x_BtD, gather, self.slice_local_tokens)
         return x_BTD
@@ -125,14 +122,14 @@ class TensorParallel:
             )
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of `x` over ranks. Backward all-reduces the gradients of the sum."""
+        """Return the sum of `x` over ranks. Backward all-reduces the gradient."""
         add = partial(_all_reduce, group=self.group)
         total: Tensor = run_and_save(exchange_with_grad, x, add, add)
         return total
 
 
 def all_reduce_replicated(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce `x`, which all ranks then use identically. Backward is the identity."""
+    """All-reduce `x`, used identically on all ranks. Backward returns the gradient unchanged."""
     add = partial(_all_reduce, group=group)
     total: Tensor = run_and_save(exchange_with_grad, x, add, lambda grad: grad)
     return total

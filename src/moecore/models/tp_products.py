@@ -57,7 +57,7 @@ MIN_SLICE_BYTES = 32 << 20
 
 
 class SlicedExchange(NamedTuple):
-    """Two collectives that run the caller's matmul on the slice of one rank after the other.
+    """Two collectives that run the caller's matmul on one rank's slice during transfers.
 
     all_gather(x_tD, consume, x_TD, group) all-gathers x_tD into x_TD, and calls consume(slice_tD,
     rank) for each rank's slice. all_to_all(produce, parts_TD, group) calls produce(rank, slice_tD),
@@ -96,7 +96,8 @@ WORKSPACE_SLICES = {GATHER_SLICES: 1, SEND_SLICES: 2}
 def compute_workspace_bytes(launch_name: str, num_ranks: int, exchange_bytes: int) -> int:
     """Return the bytes of symmetric memory that a rank needs for a sliced exchange.
 
-    `launch_name` is a key of `WORKSPACE_SLICES`. `exchange_bytes` is the size of the exchange.
+    `launch_name` is a key of `WORKSPACE_SLICES`. `exchange_bytes` is the number of bytes that the
+    launch records in a dry run: 2 * (num_ranks - 1) slices.
     """
     return WORKSPACE_SLICES[launch_name] * exchange_bytes // (2 * (num_ranks - 1))
 
@@ -157,7 +158,7 @@ def find_sliced_exchange(
 ) -> SlicedExchange | None:
     """Return collectives that overlap the linears' matmuls slice by slice; None = no overlap.
 
-    They send slices [num_tokens, dim] of each sequence of x. The result is equal on all ranks.
+    Each rank sends [num_tokens, dim] per sequence of x. The result is equal on all ranks.
     """
     if not is_plain_eager() or is_recomputing():
         return None
@@ -169,15 +170,15 @@ def find_sliced_exchange(
 
 
 def is_slice_large_enough(slice_bytes: int) -> bool:
-    """Whether a rank's slice has enough bytes for overlap with matmuls to be faster."""
+    """Whether the overlap of transfer and matmul saves time for a slice of `slice_bytes` bytes."""
     return slice_bytes >= MIN_SLICE_BYTES
 
 
 def select_sliced_exchange(tp: TensorParallel, x: Tensor) -> SlicedExchange | None:
-    """Return the collectives that overlap matmuls slice by slice, for x's device; None = none.
+    """Return the overlapping collectives for the device of x; None = no overlap is possible.
 
     On GPUs the first call for a group is collective. While a CUDA graph is captured the result is
-    None: the graph would keep workspace addresses that a longer sequence replaces.
+    None, because a longer sequence would replace the workspace whose address the graph contains.
     """
     if x.is_meta:  # without `peer_problem`, which a group remembers
         return ON_META if is_gpu(x) and can_meta_peers_access_memory(tp.group) else None

@@ -48,11 +48,11 @@ class AmaxHistory:
         self._pending_copy: tuple[HostCopyOfTensor, int] | None = None
 
     def get_max_amax(self, operand: str) -> Tensor | None:
-        """Return an operand's largest amax over the recorded steps, fp32 [1]; 0 or None = none."""
+        """Return an operand's largest recorded amax, fp32 [1]; 0 or None = nothing is recorded."""
         return self._past.get(operand)
 
     def get_current_amax(self, device: torch.device, *, training: bool) -> dict[str, Tensor]:
-        """Return {operand: fp32 [1]}, amax of the running step, which kernels raise; {} = none."""
+        """Return {operand: fp32 [1]}, the step's amax that kernels update; {} = not recorded."""
         if not (training and torch.is_grad_enabled()):
             return {}
         # {} under torch.compile before the tensors exist: a graph cannot allocate tensors that its
@@ -96,7 +96,7 @@ class AmaxHistory:
         self._pending_copy = None
 
     def poll_pending_copy(self) -> None:
-        """Update `has_all_amax` if the last copy to the host has arrived. No host sync."""
+        """If the last copy to the host has arrived, update `has_all_amax`. No host sync."""
         if self._pending_copy is not None and self._pending_copy[0].has_arrived():
             copy, index = self._pending_copy
             self.has_all_amax, self._pending_copy = bool(copy.read()[index] > 0), None
@@ -112,8 +112,7 @@ def advance_amax_histories(
 ) -> None:
     """All-reduce (MAX) the current step's amax over a group, and record it in the histories.
 
-    All ranks pass the histories in the same order, for one all-reduce. A skipped step records no
-    amax.
+    All ranks must pass the histories in equal order. A skipped step records no amax.
     """
     for history in histories:
         history.allocate_current_amax(device)
@@ -127,7 +126,7 @@ def advance_amax_histories(
 
 @torch.no_grad()
 def push_amax(histories: Sequence[AmaxHistory], step_amax: Tensor) -> None:
-    """Record fp32 `step_amax`, one element per history and operand, as the newest step."""
+    """Record `step_amax`, fp32, one element per (history, operand), as the newest step."""
     # The number of launches does not depend on the number of histories. No host sync.
     of_length: dict[int, list[tuple[AmaxHistory, str, Tensor]]] = {}
     values = iter(step_amax.split(1))
@@ -164,6 +163,6 @@ def push_amax(histories: Sequence[AmaxHistory], step_amax: Tensor) -> None:
 
 
 def get_amax_history(module: nn.Module) -> AmaxHistory | None:
-    """Return the amax history of a linear layer's matmuls, or None without delayed scaling."""
+    """Return the amax history of a linear layer's matmuls; None without delayed scaling."""
     history: AmaxHistory | None = getattr(getattr(module, "products", None), "history", None)
     return history

@@ -25,10 +25,10 @@ def register_assignment(name: str, rule: AssignmentRule) -> None:
 
     Args:
         name: a new name.
-        rule: called without gradients with the logits [N, E] of all tokens of a micro-batch of a
-            data rank, the number K of choices per token, and the padding mask bool [N] or None.
-            Returns ids [N, K]: each id at most once per token, -1 for no choice. All ranks of a
-            micro-batch must return the same ids. The router computes weights from the scores.
+        rule: called without gradients with the logits [N, E] of a data rank's micro-batch, the
+            number K of experts per token, and the padding mask bool [N] or None. It returns ids
+            [N, K], each at most once per token, -1 = no expert. All ranks of a micro-batch must
+            return identical ids. The router computes the weights.
 
     Raises:
         ValueError: when the name is already registered, or the rule is not a function.
@@ -38,7 +38,7 @@ def register_assignment(name: str, rule: AssignmentRule) -> None:
 
 
 def choose_by_sinkhorn(logits_NE: Tensor, top_k: int, padding_mask_N: Tensor | None) -> Tensor:
-    """Return int64 [N, K]: each token's best experts by scores that Sinkhorn's rule balances."""
+    """Return int64 [N, K]: each token's best experts by scores that Sinkhorn iterations balance."""
     # The scores are the matrix exp(logits) with alternately scaled rows and columns, so that every
     # row sums to 1 and every column to N / E: BASE layers (arXiv:2103.16716), with Sinkhorn's
     # iterations (arXiv:2202.01169). The sums of columns exclude padding. A single token has equal
@@ -59,8 +59,8 @@ def choose_tokens_by_expert(
 ) -> Tensor:
     """Return int64 [N, E]: column e contains e if expert e chose the token, otherwise -1.
 
-    Each expert chooses the `capacity` tokens with its best scores, and no padding (True in the
-    mask, None = no padding). Source: expert choice routing, arXiv:2202.09368.
+    Each expert chooses the `capacity` tokens with its best scores, but no padding (True in the
+    mask; None = no padding). Source: expert choice routing, arXiv:2202.09368.
     """
     # Example, capacity 1: scores [[.9, .4], [.8, .6]] give [[0, -1], [-1, 1]].
     N, E = scores_NE.shape
@@ -84,10 +84,11 @@ def mask_choices_within_capacity(
     drop_order: DropOrder,
     tokens_N: Tensor,
 ) -> Tensor:
-    """Return bool [N, K]: True for the choices that remain if each expert takes `capacity` choices.
+    """Return bool [N, K]: False for (token, expert) choices to drop, and for the id -1.
 
-    Choices with the lowest weights ("probability"), or the last in the order of `tokens_N`
-    ("position"), are dropped. This order also decides between equal weights. The id -1 is False.
+    Each expert keeps at most `capacity` choices: those with the highest weights if `drop_order` is
+    "probability", or the first in the order of `tokens_N` (token indices) if it is "position".
+    Equal weights are also kept in the order of `tokens_N`.
     """
     # Example, capacity 1, ids [[0], [0], [1]], weights [[.2], [.7], [.5]]: "probability" leaves
     # tokens 1 and 2, "position" leaves tokens 0 and 2.

@@ -18,7 +18,7 @@ from moecore.base.torch_private import get_autocast_dtype
 
 
 class LossFactors:
-    """Factors on the gradient of a layer's auxiliary losses: scales and the weight of tokens."""
+    """Factors on a layer's auxiliary losses: gradient scale, loss scale, and token weight."""
 
     def __init__(self) -> None:
         self.gradient_scale = 1.0
@@ -28,13 +28,13 @@ class LossFactors:
         self.token_weight: Tensor | None = None
 
     def compute_losses_grad(self, losses: Tensor) -> Tensor:
-        """Return the gradient of each loss: `gradient_scale` times the loss scale. No host sync."""
+        """Return the gradient of each loss, `gradient_scale` * loss scale. No host sync."""
         grad = torch.full_like(losses, self.gradient_scale)
         scale = None if self.loss_scale is None else self.loss_scale()
         return grad if scale is None else grad * scale
 
     def check_loss_scale(self, y: Tensor) -> None:
-        """Raise ValueError if the output y is fp16 and auxiliary losses have no loss scale."""
+        """Raise ValueError if the layer's output y is fp16 and no loss scale is set."""
         dtype = get_autocast_dtype(y) or y.dtype
         if dtype == torch.float16 and (self.loss_scale is None or self.loss_scale() is None):
             raise ValueError(
@@ -68,7 +68,7 @@ class AuxLoss(LossFactors):
         return self.total[None]
 
     def reset(self) -> None:
-        """Set the step's total to 0, and drop `token_weight`."""
+        """Set the step's total to 0 and `token_weight` to None."""
         self.token_weight = None
         if self.total is not None:
             self.total.zero_()
@@ -93,6 +93,6 @@ class _AttachLoss(torch.autograd.Function):
 
 
 def list_aux_losses(model: nn.Module) -> dict[str, AuxLoss]:
-    """Return module name -> `AuxLoss` for the modules that have an attribute `aux_loss`."""
+    """Return module name -> `AuxLoss`, for modules that have an attribute `aux_loss`."""
     losses = ((clean_name(n), getattr(m, "aux_loss", None)) for n, m in model.named_modules())
     return {name: loss for name, loss in losses if isinstance(loss, AuxLoss)}

@@ -49,14 +49,14 @@ Computation = Callable[[ExpertInput, ExpertWeights, ActivationOptions], Tensor]
 def register_expert_backend(name: str, computation: Computation) -> None:
     """Register a function that computes a rank's experts, as a value of `expert_backend`.
 
-    Call `register_expert_backend` on every rank.
+    Call it on every rank.
 
     Args:
         name: a new name.
-        computation: called with the tokens of this rank's experts, the experts' matrices and their
-            activation; returns y_SD. Autograd computes its backward. The function may synchronise
-            with the host, so CUDA graphs do not capture it. It supports neither FP8 nor
-            recomputation of FC1.
+        computation: called with the `ExpertInput`, the local experts' matrices and the activation;
+            returns y_SD, each source row's sum over local experts. Autograd computes its backward.
+            CUDA graphs do not capture it, because it may synchronise with the host. FP8 and
+            recomputation of FC1 are not supported.
 
     Raises:
         ValueError: when the name is already registered, or the computation is not a function.
@@ -85,7 +85,7 @@ def check_backend(backend: str, spec: ExpertSpec) -> None:
 def find_backend_computation(
     backend: str, spec: ExpertSpec, *, needs_autograd: bool
 ) -> Computation | None:
-    """Return the function that computes experts for a backend name; None = use `expert_mlp`."""
+    """Return the function that a backend name selects for these experts; None = `expert_mlp`."""
     is_floating = all(dtype.is_floating_point for dtype in spec.dtypes or ())
     may_group = backend == "auto" and spec.recipe is None and is_floating
     if may_group and (problem := spec.find_grouped_problem()) is not None:

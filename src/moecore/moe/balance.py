@@ -51,7 +51,7 @@ LOSS_NAMES = ("micro_batch", "sequence", "global_batch", "z")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceGroups:
-    """Process groups whose ranks count tokens together for the losses; None = only this rank."""
+    """Process groups over which the auxiliary losses count tokens; None = only this rank."""
 
     micro_batch: dist.ProcessGroup | None = None  # has parts of one data rank's micro-batch
     global_batch: dist.ProcessGroup | None = None  # all ranks of the pipeline stage
@@ -62,7 +62,7 @@ class BalanceGroups:
     weight: int = 1  # data ranks for which the auxiliary losses of a micro-batch count
 
     def select_cp_groups(self, cp: int | None) -> BalanceGroups:
-        """Return the groups of a forward over `cp` ranks; None = the default cp."""
+        """Return the groups of a forward over `cp` ranks; None = the cp degree of the meshes."""
         if cp in (None, self.cp):
             return self
         if cp not in self.by_cp:
@@ -74,7 +74,7 @@ class BalanceGroups:
 
 @dataclass(slots=True)
 class LoadCounts:
-    """Counts of one layer since the last optimizer step: int64, changed in place."""
+    """Counts of a layer's tokens per expert, losses and entropy since the last optimizer step."""
 
     choices_E: Tensor  # choices of each expert
     capacity_choices_E: Tensor | None  # choices within capacity; None where nothing can be dropped
@@ -87,7 +87,7 @@ class LoadCounts:
 
     @classmethod
     def make_zeros(cls, config: MoEConfig, device: torch.device) -> LoadCounts:
-        """Return zero counts with the tensors that a config needs."""
+        """Return zero counts, with None for the optional tensors that `config` does not need."""
         E = config.num_candidates
         drops = config.capacity is not None and config.assignment != "expert_choice"
         best = config.counts_best_scores and config.balance.global_batch_coef > 0
@@ -108,12 +108,11 @@ class LoadCounts:
 
 
 class LoadTracker(LossFactors):
-    """One layer's auxiliary losses and counts since the last optimizer step.
+    """One layer's auxiliary losses and counts of tokens per expert since the last optimizer step.
 
-    The first backward allocates `counts`, and later backwards change its tensors in place, so the
-    replay of a CUDA graph counts, too. A replay runs no Python, so `graphs.GraphedForwardBackward`
-    adds `num_captured` to `num_micro_batches` at every replay. Before capture it calls
-    `set_num_micro_batches`, whose factor the graph contains, and drops the counts of its first run.
+    The first backward allocates `counts`. Later backwards, and replays of a CUDA graph, change its
+    tensors in place. A replay runs no Python, so `graphs.GraphedForwardBackward` adds
+    `num_captured` to `num_micro_batches` at every replay.
 
     If a layer runs several times (`runs`) in each forward, its losses and counts are summed.
     """
@@ -144,7 +143,7 @@ class LoadTracker(LossFactors):
             tensor.zero_()
 
     def set_config(self, config: MoEConfig) -> None:
-        """Replace the config, and drop the counts, which the next backward allocates again."""
+        """Replace the config. Counts become None, and the next backward allocates new counts."""
         self._check_config(config)
         self.config = config
         self.counts = None
@@ -170,7 +169,7 @@ class LoadTracker(LossFactors):
     def attach_losses(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
-        """Return y, whose backward adds the auxiliary losses' gradient and counts choices."""
+        """Return y; its backward adds the auxiliary losses' gradient and counts experts' tokens."""
         if not (torch.is_grad_enabled() and y.requires_grad):
             return y
         attach: Any = self._attach_losses
@@ -285,7 +284,7 @@ class LoadTracker(LossFactors):
     def commit_counts(
         self, losses: Tensor | None, prior_counts_E: Tensor | None, choice_tensors: tuple[Any, ...]
     ) -> None:
-        """Add a micro-batch's losses and counts of its choices to the totals of the step."""
+        """Add a micro-batch's auxiliary losses and tokens per expert to the totals of the step."""
         ids_TK, capacity_ids_TK, best_TK, logits_TE, bias_E, padding_mask_T = choice_tensors
         self.num_in_flight = max(0, self.num_in_flight - 1)
         self._end_forward_in_flight(prior_counts_E)
@@ -375,11 +374,11 @@ def compute_balance_losses(
 ) -> Tensor:
     """Return this rank's part of the auxiliary losses, fp32 [4] in order of `LOSS_NAMES`.
 
-    The losses, with coefficients, are the sum of the parts over `groups.micro_batch`. Collective.
+    The sum of the parts over `groups.micro_batch` is the losses, coefficients applied. Collective.
     `ids_TK` are the expert ids to count. The global-batch loss adds `prior_counts_E`, this rank's
     counts of earlier micro-batches. `sequence_ids_T` None = sequences of equal length.
-    `token_weight` None = the number of ranks / the number of ranks with tokens; the latter is then
-    appended to `ranks_with_tokens`.
+    `token_weight` multiplies the losses. None = number of ranks / number of ranks with tokens, and
+    the latter number is appended to `ranks_with_tokens`.
     """
     assert routing.logits_TE is not None, "only moecore's routers have balance losses"
     balance, E, K = config.balance, config.num_candidates, config.top_k

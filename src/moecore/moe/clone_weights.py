@@ -36,10 +36,7 @@ from moecore.moe.param_reader import RecomputedView
 
 @contextmanager
 def concatenate_clones(weights: ExpertWeights, clones: AnyClones) -> Iterator[ExpertWeights]:
-    """Return a context with weights of local experts, then of local copies of experts.
-
-    Collective.
-    """
+    """Return a context with the weights of local experts and then of local clones. Collective."""
     concatenator, quantised = _CloneConcatenator(clones), weights.quantised
     updates = [u for u in (weights.update1, weights.update2) if u is not None]
     matrices = [weights.w1_eCD, weights.w2_eDF]

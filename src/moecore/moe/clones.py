@@ -43,11 +43,10 @@ from moecore.moe.records import ExpertInput, Routing
 
 
 class Cloner:
-    """Chooses busy experts of a layer, and the ranks that compute a part of their tokens as clones.
+    """Chooses a layer's busy experts, and other ranks for clones (temporary copies) of these.
 
-    `group` has the ranks with this rank's etp index, in ep order. `exchanges` has the buffers of
-    dispatcher "nvlink"; None = another dispatcher. A clone is a temporary copy of a busy expert on
-    another rank.
+    A clone computes a part of its expert's tokens. `group` has the ranks with this rank's etp
+    index, in ep order. `exchanges` has the buffers of dispatcher "nvlink", otherwise None.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Cloner:
 
     @property
     def waits_on_host(self) -> bool:
-        """Whether the host reads the plan of clones, so CUDA graphs cannot capture a forward."""
+        """Whether the host reads the plan of clones, so that CUDA graphs cannot capture it."""
         return self._exchanges is None
 
     def get_counts(self, device: torch.device) -> Tensor:
@@ -77,7 +76,7 @@ class Cloner:
         return self._counts_2
 
     def drop_step_counts(self) -> None:
-        """Drop the counts since the last optimizer step."""
+        """Set the counts since the last optimizer step to 0."""
         if self._counts_2 is not None:
             self._counts_2.zero_()
 
@@ -87,8 +86,8 @@ class Cloner:
     ) -> tuple[Routing, AnyClones | None]:
         """Plan a forward's clones (expert copies on ranks with few tokens).
 
-        Returns the routing with physical ids, and the clones or None. If `training`, `get_counts`
-        includes this forward. Collective, except with a `PeriodicPlan`.
+        Returns the routing with physical ids, which number experts and clones, and the clones or
+        None. If `training`, `get_counts` includes this forward. Collective without `PeriodicPlan`.
         """
         p, ids_TK = self._placement, routing.expert_ids_TK
         if ids_TK.is_meta:  # loads are even, so there are no clones
@@ -132,7 +131,7 @@ class Cloner:
         return plan, counts_GE[: dist.get_rank(p.group)].sum(0, dtype=torch.int32)
 
     def add_clones_to_input(self, inp: ExpertInput, clones: AnyClones | None) -> ExpertInput:
-        """Return `inp` with `clones` and row offsets of only this rank's experts and clones."""
+        """Return `inp` with `clones`; its row offsets exclude the empty slots for clones."""
         number = self._placement.num_local + (0 if clones is None else clones.num_local_clones)
         index = inp.index._replace(offsets_e=inp.index.offsets_e[:number])
         return replace(inp, index=index, clones=clones)
@@ -140,7 +139,7 @@ class Cloner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clones:
-    """Sends weights of experts to their clones (copies on other ranks), and gradients back."""
+    """Sends experts' weights to their clones (copies on other ranks), and gradients back."""
 
     group: dist.ProcessGroup
     pairs: Pairs | None  # runs another micro-batch while weights are sent
@@ -158,7 +157,7 @@ class Clones:
         group: dist.ProcessGroup,
         pairs: Pairs | None = None,
     ) -> Clones:
-        """Return the clones of a plan: the expert id of each slot on all ranks; -1 = empty slot."""
+        """Return the clones of a plan: the expert id in each slot of all ranks; -1 = no clone."""
         # Example, three ranks of two experts and two places each, experts [4, 3, -1, -1, 2, 0]:
         # rank 0 sends its expert 0 to rank 2. Rank 0 receives expert 3 from rank 1 and expert 4
         # from rank 2, so its order is [1, 0].
@@ -184,20 +183,17 @@ class Clones:
         return len(self.order)
 
     def fetch_clone_weights(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send experts' weights [e, ...] to their copies; return this rank's [n, ...].
-
-        Collective.
-        """
+        """Send experts' weights [e, ...] to clones; return local clones [n, ...]. Collective."""
         expert_rows = [t[list(self.send_ids)] for t in tensors]
         rows = self._exchange(expert_rows, self.num_local_clones, to_experts=False)
         return rows if self._is_in_order else [t[list(self.order)] for t in rows]
 
     @torch.no_grad()
     def add_clone_grads_(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Add the gradients of all ranks' clones to their experts' gradients; return [e, ...].
+        """Add the clones' gradients of all ranks to the experts' gradients; return [e, ...].
 
-        Each of `grads`, [e + n, ...], has this rank's e experts, then its n clones. Sums are in
-        place, in fp32 and rounded once. Collective.
+        Each of `grads`, [e + n, ...], has this rank's e experts, then its n clones. The experts'
+        part is changed in place: a sum in fp32, rounded once. Collective.
         """
         n = self.num_local_clones
         expert_grads = [grad[: grad.shape[0] - n] for grad in grads]
@@ -238,23 +234,23 @@ class Clones:
 
 @dataclass(frozen=True, slots=True)
 class PeerClones:
-    """As `Clones` (copies of busy experts), but sent by stores into peers' memory. No host sync."""
+    """Like `Clones`, but clones are sent by stores into peers' memory, without host sync."""
 
     exchange: CloneExchange
     places: ClonePlaces  # the plan, on the device
 
     @property
     def num_local_clones(self) -> int:
-        """Number of slots for expert copies (clones) on this rank, n, including empty slots."""
+        """Number of slots for clones (expert copies) on this rank, n, including empty slots."""
         return self.places.num_clones
 
     def fetch_clone_weights(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """As `Clones.fetch_clone_weights`; the weights of empty slots are 0."""
+        """Like `Clones.fetch_clone_weights`; the weights of empty slots are 0."""
         return self.exchange.fetch_clone_weights(tensors, self.places)
 
     @torch.no_grad()
     def add_clone_grads_(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """As `Clones.add_clone_grads_`, but sums are in place only for contiguous gradients."""
+        """Like `Clones.add_clone_grads_`, but in place only for contiguous gradients."""
         return self.exchange.add_clone_grads_(grads, self.places)
 
 
@@ -262,7 +258,7 @@ AnyClones = Clones | PeerClones
 
 
 def view_as_sendable_dtype(tensor: Tensor) -> Tensor:
-    """Return a tensor, viewed as uint8 if its elements have one byte: NCCL cannot send FP8."""
+    """Return 1-byte tensors viewed as uint8, because NCCL cannot send FP8; others unchanged."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
@@ -276,9 +272,9 @@ def _count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
 class PeriodicPlan:
     """A layer's clones (expert copies) for `num_steps` steps, planned from the loads of one step.
 
-    The plan is identical on all ranks. Each rank sends the plan's share of its tokens to each
-    clone, without the counts of other ranks. Checkpoints do not contain the plan, so a resumed run
-    has clones after its first step. N is the number of slots for clones on all ranks.
+    The plan is identical on all ranks. Each rank sends to each clone the planned fraction of the
+    rank's tokens, without communication of counts. Checkpoints do not contain the plan, so a
+    resumed run has no clones in its first step.
     """
 
     def __init__(
@@ -293,7 +289,7 @@ class PeriodicPlan:
         self.clear()
 
     def clear(self) -> None:
-        """Drop the planned clones; the end of the next step plans new ones. No communication."""
+        """Remove all planned clones; the end of the next step plans new ones. No communication."""
         self._steps_remaining = 0
         self.experts = [-1] * (self._placement.ep * self._placement.num_clones)
         if self._plan is not None:
@@ -312,9 +308,9 @@ class PeriodicPlan:
         return ClonePlan(plan.experts_N, starts_N, stops_N)
 
     def update_from_loads(self, loads_E: Tensor, *, is_skipped: bool | Tensor) -> None:
-        """Make a plan from a step's loads, if the last plan was used for `num_steps` steps.
+        """Plan clones from a step's loads if the last plan is `num_steps` steps old.
 
-        A skipped step (bool, or a scalar on the device) changes no plan.
+        A skipped step (a bool, or a bool scalar on the device) changes no plan.
         """
         if is_skipped is True:
             return

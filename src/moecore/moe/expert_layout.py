@@ -16,19 +16,18 @@ GateUp = Literal["split", "concatenated", "interleaved", "separate"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertLayout(CheckedRecord):
-    """Names and orders of a model's expert parameters; the default is moecore's layout.
+    """Names of a model's expert parameters, and the order of their dims; defaults: moecore's.
 
     Attributes:
         w1, w2, b1, b2: parameter names of FC1, FC2 and their biases.
         w3: parameter name of a gated FC1's up half with `gate_up` "separate"; not used otherwise.
         transposed: matrices are [E, in, out] instead of [E, out, in].
-        gate_up: order of gate and up in a gated FC1: "split" has a dim for them, [E, 2, F, D];
-            "concatenated" stores all of gate, then all of up, [E, 2F, D]; "interleaved" alternates
-            columns, [E, 2F, D]; "separate" has two parameters, gate w1 and up w3, both [E, F, D].
-            Every forward concatenates separate parameters (2F * D per local expert, saved for
-            backward), and they do not support biases of FC1. With etp, "concatenated" needs a
-            strided placement, which torch 2.11 cannot gather with `full_tensor` and plain DCP
-            refuses.
+        gate_up: order of gate and up in a gated FC1. "split" is [E, 2, F, D]; "concatenated" is
+            [E, 2F, D] with all of gate first; "interleaved" is [E, 2F, D] with alternating columns
+            of FC1's output; "separate" is gate w1 and up w3, both [E, F, D]. Every forward
+            concatenates separate parameters (2F * D per local expert, saved for backward); FC1 has
+            no biases then. With etp, "concatenated" needs a strided placement: `full_tensor` of
+            torch 2.11 cannot all-gather it and plain DCP refuses it.
     """
 
     w1: str = "w1"
@@ -49,7 +48,7 @@ class ExpertLayout(CheckedRecord):
 
 
 def compute_expert_shapes(config: MoEConfig, layout: ExpertLayout) -> dict[str, tuple[int, ...]]:
-    """Return the unsharded shape of each expert parameter, by the layout's name."""
+    """Return {parameter name: unsharded shape} of a layer's experts."""
     E, D, F_ = config.num_experts, config.expert_dim, config.hidden_dim
     separate = config.gated and layout.gate_up == "separate"
     columns: tuple[int, ...] = (F_,) if separate else (config.fc1_dim,)

@@ -33,7 +33,7 @@ def place_experts(
     smallest load among ranks that have fewer than E / num_ranks experts.
 
     Args:
-        loads_E: [E], tokens or shares, such as `MoEMetrics.tokens_per_expert` of a layer.
+        loads_E: [E], number or share of tokens, such as `MoEMetrics.tokens_per_expert` of a layer.
         num_ranks: ep.
 
     Returns:
@@ -42,7 +42,7 @@ def place_experts(
     Raises:
         ValueError: if loads have another shape, or E is not a multiple of num_ranks.
 
-    Example, two ranks, loads [9, 7, 1, 1]: [0, 3, 1, 2] has loads 10 and 8.
+    Example, two ranks, loads [9, 7, 1, 1]: the order [0, 3, 1, 2] gives the ranks loads 10 and 8.
     """
     check_arguments(place_experts, locals())
     if loads_E.ndim != 1 or loads_E.numel() % num_ranks or not loads_E.numel():
@@ -69,8 +69,8 @@ def reorder_experts(
 ) -> None:
     """Reorder the experts of a layer and its router in place.
 
-    The layer computes the same function as before. Optimizers and checkpoints identify experts by
-    number only, so call this before they exist: a checkpoint of the result has the new order.
+    The layer computes the same function as before. Call this before optimizers exist: their states
+    and checkpoints identify experts only by number. A later checkpoint has the new order.
 
     Args:
         layer: an unsharded layer, before `parallelize_moe`.

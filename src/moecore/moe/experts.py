@@ -73,9 +73,9 @@ class Experts(nn.Module):
         b2: [E, D], with `fc2_bias`.
         lora: matrix name -> the low-rank updates of w1 or w2, after `add_low_rank_updates`.
 
-    `own_activation` is differentiable torch code without parameters that maps FC1's output [R, C]
-    in fp32 to [R, F], elementwise. This function replaces the config's activation, which then
-    only decides whether there is a gate. `expert_mlp` cannot compute it.
+    `own_activation` is a differentiable torch function that maps FC1's output [R, C] in fp32 to
+    [R, F], elementwise. It replaces the config's activation, which then only decides whether FC1
+    has a gate. The kernels of `expert_mlp` do not support it.
     """
 
     row_adapters: RowAdapters | None = None  # set if rows of a batch may use different adapters
@@ -111,7 +111,7 @@ class Experts(nn.Module):
     def set_backend(
         self, backend: ExpertBackend, *, recompute_fc1: bool = False, recipe: Recipe | None = None
     ) -> None:
-        """Set the backend's name, whether backward recomputes FC1, and the FP8 recipe or None."""
+        """Set the backend's name, recomputation of FC1 in backward, and the FP8 recipe or None."""
         self.check_backend(backend, recompute_fc1=recompute_fc1, recipe=recipe)
         self.backend, self.recompute_fc1, self.recipe = backend, recompute_fc1, recipe
         steps = 0 if recipe is None else recipe.amax_history
@@ -146,7 +146,7 @@ class Experts(nn.Module):
         self.lora[param_name] = update
 
     def shard_parameters(self, mesh: DeviceMesh) -> None:
-        """Replace parameters by DTensors on `mesh`, with dims "ep" and "etp". No communication."""
+        """Replace parameters by DTensors over axes "ep" and "etp" of `mesh`. No communication."""
         # ep shards the expert dim; etp shards the hidden dim of both matrices, so that the output
         # of FC2 is a partial sum. etp shards D of b2, so that the sum over etp counts b2 once.
         # Placements have no dims of size 1, except "ep" if both dims have size 1.
@@ -184,7 +184,7 @@ class Experts(nn.Module):
 
     @property
     def is_strided(self) -> bool:
-        """Whether this rank's etp slice of FC1 has two pieces, one of gate and one of up."""
+        """Whether gate and up are concatenated, so that an etp slice of FC1 has two parts."""
         return self.config.gated and self.layout.gate_up == "concatenated"
 
     @property
@@ -204,12 +204,12 @@ class Experts(nn.Module):
 
     @property
     def summed_dims(self) -> dict[str, int]:
-        """Parameter name -> index of the input dim of w1 and w2, over which matmuls sum."""
+        """Parameter name of w1 and w2 -> index of the input dim, over which the matmul sums."""
         names = (self.layout.w1, self.layout.w2)
         return {n: 1 if self.layout.transposed else getattr(self, n).ndim - 1 for n in names}
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
-        """Draw weights from N(0, std^2) by `key`, `seed` and parameter names; biases are 0."""
+        """Draw matrices from N(0, std^2) by `key`, `seed` and parameter names; set biases to 0."""
         for name, parameter in self.named_parameters(recurse=False):
             if name in (self.layout.b1, self.layout.b2):
                 nn.init.zeros_(parameter)
@@ -217,7 +217,7 @@ class Experts(nn.Module):
                 init_normal_(parameter, std=std, key=f"{key}.{name}", seed=seed)
 
     def make_spec(self, **fields: Any) -> ExpertSpec:
-        """Return the record by which a backend is chosen; `fields` are further fields of it."""
+        """Return the record by which a backend is selected; `fields` sets its other fields."""
         return ExpertSpec(
             gated=self.config.gated,
             interleaved=self._is_interleaved,
@@ -229,7 +229,7 @@ class Experts(nn.Module):
         )
 
     def forward(self, inp: ExpertInput) -> Tensor | UnsummedRows:
-        """Return y_SD, each row's sum over local experts; `UnsummedRows` with `inp.unsummed`."""
+        """Return y_SD, each row's sum over local experts, or `UnsummedRows` with `inp.unsummed`."""
         with self.reader.exclude_from_activations():
             num_groups = 0 if inp.index.offsets_g is None else self.num_adapters
             weights = self._prepare_weights(inp.rows.dtype, num_groups)
@@ -298,18 +298,18 @@ class Experts(nn.Module):
 
     @property
     def waits_on_host(self) -> bool:
-        """Whether a forward reads the row count of each expert on the host."""
+        """Whether a forward reads the number of rows of each expert on the host."""
         is_separate = EXPERT_BACKENDS[self.backend] is not None
         return is_separate or uses_transformer_engine(self.backend, self.recipe)
 
     @property
     def rows_multiple(self) -> int:
-        """Number of which each expert's row count must be a multiple; the FP8 recipe sets it."""
+        """Each expert's number of rows is padded to a multiple of this, which the recipe sets."""
         return 1 if self.recipe is None else self.recipe.row_multiple
 
     @property
     def needs_autograd(self) -> bool:
-        """Whether there are biases or an `own_activation`, which `expert_mlp` cannot compute."""
+        """Whether there are biases or an `own_activation`, which `expert_mlp` does not support."""
         return self._has_bias or self.own_activation is not None
 
     @property
@@ -433,7 +433,7 @@ def make_activation_options(
     interleaved: bool = False,
     own_activation: Callable[[Tensor], Tensor] | None = None,
 ) -> ActivationOptions:
-    """Return the activation's options; `own_activation` None = the config's activation."""
+    """Return options of the config's activation, or of `own_activation` unless None."""
     return ActivationOptions(
         kind=config.activation,
         limit=config.activation_limit,

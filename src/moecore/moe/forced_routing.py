@@ -19,10 +19,10 @@ GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples modulo 1 fill [0, 1) evenly, ho
 def force_even_load(model: nn.Module) -> None:
     """Force even choices of experts in every MoELayer, in place.
 
-    Experts are chosen cyclically, so the counts of a rank's choices differ by at most one. Weights
-    are still computed from the scores. The update of the selection bias is turned off. Layers with
-    expert choice routing are not changed, because their loads are even. Call `force_even_load`
-    before or after `parallelize_moe`.
+    Experts are chosen cyclically, so the numbers of a rank's tokens per expert differ by at most
+    one. Weights are still computed from the scores. Selection biases are no longer updated. Layers
+    with expert choice routing are not changed, because their loads are even. Call it before or
+    after `parallelize_moe`.
     """
     for layer in model.modules():
         if isinstance(layer, MoELayer) and layer.config.assignment != "expert_choice":
@@ -30,15 +30,14 @@ def force_even_load(model: nn.Module) -> None:
 
 
 def force_expert_loads(model: nn.Module, shares: Mapping[int, float]) -> None:
-    """Force the loads of experts in every MoELayer, in place, to `shares` of all choices.
+    """Force the loads of experts in every MoELayer, in place, to `shares` of all T * top_k choices.
 
-    The remaining experts have equal shares. A rank's loads differ from the shares by a few choices.
-    Weights and selection biases are treated as in `force_even_load`.
+    Experts without an entry have equal shares. A rank's loads differ from the shares by a few
+    tokens. Weights and selection biases are treated as in `force_even_load`.
 
     Args:
         model: before or after `parallelize_moe`.
-        shares: expert id -> its share of all choices, at most 1 / top_k, because a token chooses an
-            expert once.
+        shares: expert id -> its share, at most 1 / top_k, because a token chooses an expert once.
 
     Raises:
         ValueError: for an id without an expert, shares that no routing can have, or a layer with
@@ -81,9 +80,9 @@ def make_ids_from_shares(
     *,
     shares: Mapping[int, float],
 ) -> Tensor:
-    """Return int32 ids [T, K], distinct in each token, with the given shares of all choices.
+    """Return int32 ids [T, K], distinct in each token, whose frequencies are the given shares.
 
-    `shares` maps expert ids to shares. The remaining experts have equal shares.
+    `shares` maps expert ids to fractions of all ids. Other experts have equal fractions.
     """
     # Experts divide [0, K) into intervals of K times their shares, each at most 1 long. A token has
     # the experts at u, u + 1, .. for its own u in [0, 1).
@@ -98,7 +97,7 @@ def make_ids_from_shares(
 
 
 def make_even_ids(num_tokens: int, num_experts: int, top_k: int, device: torch.device) -> Tensor:
-    """Return int32 ids [T, K]: choice j of T * K is expert j * step % E; step is coprime to E."""
+    """Return int32 ids [T, K]: entry j of the T * K is j * step % E; step and E are coprime."""
     # The step is the first number >= 2E / 3K that is coprime to E. A token's experts then span two
     # thirds of all experts, so it is sent to about as many ranks as with random choices: for E=128,
     # K=8, to 5.5 (random: 5.3) of 8 ranks, and to 3.4 (random: 3.6) of 4.

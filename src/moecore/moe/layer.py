@@ -50,17 +50,15 @@ class LayerLayout(CheckedRecord):
     """Names of the child modules of a model's MoE block; the defaults are moecore's names.
 
     Attributes:
-        router, experts, shared: child module names; a dotted name is below one or more empty
-            modules.
+        router, experts, shared: child module names; a dotted name creates empty parent modules.
         shared_gate: name of a child that maps [T, D] to the shared expert's gate logits [T, 1];
             "" = none (moecore's own shared expert contains its gate).
         expert_bias: name of the router's selection bias buffer.
-        bias_owner: name of the module that has this buffer, below the layer; "" = the layer itself,
-            None = the router.
-        token_experts: name of the router's table of experts by token id.
+        bias_owner: name of the submodule that has this buffer; "" = the layer, None = the router.
+        token_experts: name of the router's table of experts by token id (assignment "hash").
         latent_down, latent_up: names of children that project [T, D] to [T, L] before dispatch and
             back after combine; "" = moecore's own `latent`, if the config has a latent dim.
-        expert_layout: names and order inside the experts module.
+        expert_layout: parameter names and order of dims of the experts.
     """
 
     router: str = "router"
@@ -92,15 +90,15 @@ class RoutedLayer(nn.Module):
         return self.tracker.runs
 
     def get_part_name(self, role: str) -> str:
-        """Return the module name of "router", "experts" or "shared"; "" = this layer itself."""
+        """Return the module name for a role, "router", "experts" or "shared"; "" = this layer."""
         raise NotImplementedError
 
     def get_part(self, role: str) -> Any:
-        """Return the module "router", "experts" or "shared"; None if the layer has no such part."""
+        """Return the module for a role, "router", "experts" or "shared"; None if there is none."""
         raise NotImplementedError
 
     def check_config(self, layer_name: str, config: MoEConfig) -> None:
-        """Raise ValueError if the layer cannot use a config; `layer_name` names it in the error."""
+        """Raise ValueError if the layer cannot use a config; the error names `layer_name`."""
 
     def set_balance(self, balance: BalanceConfig) -> None:
         """Replace the balance config of this layer."""
@@ -108,7 +106,7 @@ class RoutedLayer(nn.Module):
         self.set_config(replace(self.config, balance=balance))
 
     def set_config(self, config: MoEConfig) -> None:
-        """Use a config that differs only in balance, capacity, router_dtype or router_jitter."""
+        """Replace the config; only balance, capacity, router_dtype and router_jitter may differ."""
         # These fields decide no parameter and no option of the kernels.
         self.config = config
         self.tracker.set_config(config)
@@ -117,14 +115,14 @@ class RoutedLayer(nn.Module):
                 owner.config = config
 
     def drop_step_state(self) -> None:
-        """Drop the counts since the last optimizer step, and the quantised copies of weights."""
+        """Drop the step's counts and the cached quantised copies of weights."""
         self.tracker.reset()
         self.get_part("experts").reader.drop_copies()
         if self.cloner is not None:
             self.cloner.drop_step_counts()
 
     def check_expert_order(self) -> None:
-        """Raise NotImplementedError if `reorder_experts` has changed the order of the experts."""
+        """Raise NotImplementedError if `move_experts` has changed the order of the experts."""
         if self.slots_E1 is not None:
             raise NotImplementedError(
                 "experts that move_experts moved must be in the model's order to be read or "
@@ -132,7 +130,7 @@ class RoutedLayer(nn.Module):
             )
 
     def run_on_zero_tokens(self, x_0D: Tensor) -> Tensor:
-        """Run the forward for zero tokens, without the hooks of this module; return its output."""
+        """Return the output [0, D] for zero tokens, without this module's hooks."""
         return self.forward(x_0D)  # type: ignore[no-any-return]
 
     def _run_experts(self, expert_input: ExpertInput) -> Any:
@@ -198,12 +196,12 @@ class MoELayer(RoutedLayer, BiasOwner):
 
         1. router      logits, and the K experts and weights of each token
         2. dispatch    each token is sent to the ranks that own its experts
-        3. experts     FC1, activation, weight and FC2 of each expert; sums per source row
-        4. combine     the sums return to their token's rank, and are added in fp32
+        3. experts     FC1, activation, routing weight, FC2; sum of a token's local experts
+        4. combine     the sums are sent to the token's rank, and are added in fp32
         5. shared      the output of the shared expert is added
         6. losses      auxiliary losses are attached to the output, and loads are counted
 
-    `parallelize_moe` replaces the dispatcher and shards the experts. The forward is the same.
+    `parallelize_moe` replaces the dispatcher and shards the experts.
 
     Args:
         config: sizes and options of the layer.
@@ -211,7 +209,7 @@ class MoELayer(RoutedLayer, BiasOwner):
         device: device of the parameters; "meta" allocates nothing.
         dtype: dtype of the parameters.
         runs: number of times that the layer runs in one forward of its model. The auxiliary losses
-            and counts of its runs are summed. The end of a step raises an error if the number of
+            and counts of all runs are summed. The end of a step raises an error if the number of
             runs was different.
 
     Raises:
@@ -277,11 +275,11 @@ class MoELayer(RoutedLayer, BiasOwner):
             child.init_weights(std=std, key=f"{key}.{name}", seed=seed)
 
     def get_part_name(self, role: str) -> str:
-        """Return the name of the child "router", "experts" or "shared", from the layout."""
+        """Return the child's name for a role, "router", "experts" or "shared"."""
         return getattr(self.layout, role)  # type: ignore[no-any-return]
 
     def get_part(self, role: str) -> Any:
-        """Return the child "router", "experts" or "shared"; None if the layer has no such child."""
+        """Return the child for a role, "router", "experts" or "shared"; None if there is none."""
         path = getattr(self.layout, role)
         if path in self._modules:
             return self._modules[path]
@@ -305,18 +303,18 @@ class MoELayer(RoutedLayer, BiasOwner):
             x: [T, D] or [B, T, D]. Under tp, this rank's slice of each sequence.
             padding_mask: bool, shape of x without D, True = padding: the token is sent to no routed
                 expert, uses no capacity and is not in losses and counts. None = no padding.
-            cu_seqlens: int32 [n + 1] on the device, bounds of the sequences packed into the rows.
-                Sequence i is tokens cu_seqlens[i] : cu_seqlens[i + 1] of the full rows of all cp
-                and tp ranks, row by row; the last entry is the number of tokens. The sequence loss
-                and drops by position are per sequence. None = every row is one sequence.
+            cu_seqlens: int32 [n + 1] on the device. Sequence i is tokens cu_seqlens[i] :
+                cu_seqlens[i + 1], counted row by row over the slices of all cp and tp ranks. The
+                last entry is the number of tokens. The sequence loss and drops by position are per
+                sequence. None = every row is one sequence.
             cp: number of context parallel ranks of this forward, with `ContextOptions.dynamic`;
                 None = the cp degree of the meshes.
             token_ids: integers, shape of x without D, in [0, hash_vocab_size). Only assignment
                 "hash" reads them. Padding may have any id in this range.
 
         Returns:
-            The output, in the shape and dtype of x. Auxiliary losses do not change the output;
-            its backward adds their gradients.
+            The output, in the shape and dtype of x. Auxiliary losses do not change the output; its
+            backward adds their gradients.
 
         Raises:
             ValueError: when the mask or `cu_seqlens` has a wrong shape or dtype, when no group of
@@ -382,6 +380,6 @@ def _warn_about_eval_mode(_: Tensor) -> None:  # a backward hook
 
 
 def cast_to_autocast(x: Tensor) -> Tensor:
-    """Return x in the dtype of autocast if autocast is on, otherwise unchanged."""
+    """Return x in the autocast dtype if autocast is enabled, otherwise unchanged."""
     dtype = get_autocast_dtype(x)
     return x if dtype is None else x.to(dtype)

@@ -31,9 +31,9 @@ SlicePair = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class RowAdapters(threading.local):
-    """The LoRA adapter of each row of the batch whose forward or backward runs in this thread.
+    """Adapter ids of the batch rows whose forward or backward runs in this thread.
 
-    The id i is the i-th active adapter of peft. `num_adapters` is the number of adapters.
+    Id i is the i-th active LoRA adapter of peft. `num_adapters` is the number of adapters.
     """
 
     ids_B: Tensor | None = None  # integers; None = every row uses the sum of the active adapters
@@ -42,7 +42,7 @@ class RowAdapters(threading.local):
         self.num_adapters = num_adapters
 
     def expand(self, num_tokens: int) -> Tensor | None:
-        """Return the adapter of each token, [T], of B rows of equal length; None without ids."""
+        """Return each token's adapter id, [T], for rows of equal length; None without ids."""
         if self.ids_B is None:
             return None
         length, rest = divmod(num_tokens, len(self.ids_B))
@@ -54,7 +54,7 @@ class RowAdapters(threading.local):
         return self.ids_B[:, None].expand(-1, length).flatten()
 
     def group_choices(self, routing: Routing) -> Routing:
-        """Return the routing of each choice to the group expert * N + adapter of its token."""
+        """Return the routing with physical ids expert * N + adapter, for N = `num_adapters`."""
         # Example, N=2, experts [[3, 0], [2, -1]], adapters [0, 1]: groups [[6, 0], [5, -1]].
         experts_TK, ids_T = routing.destinations_TK, self.expand(len(routing.weights_TK))
         groups_TK = experts_TK * self.num_adapters
@@ -63,7 +63,7 @@ class RowAdapters(threading.local):
         return replace(routing, physical_TK=groups_TK.where(experts_TK >= 0, -1))
 
     def add_groups(self, inp: ExpertInput) -> ExpertInput:
-        """Return the input with the row offsets of experts, and with ids also of the groups."""
+        """Return `inp` with row offsets per expert, and, with ids, per (expert, adapter) too."""
         offsets_g = inp.index.offsets_e
         offsets_e = offsets_g[self.num_adapters - 1 :: self.num_adapters].contiguous()
         index = inp.index._replace(
@@ -75,8 +75,8 @@ class RowAdapters(threading.local):
 class LowRank(nn.Module):
     """LoRA adapters of E experts' matrices [E, O, I]: A [E, r, I], B [E, O, r], and scales.
 
-    O and I are output and input dims, and r is the rank. `pairs` has A and B of each adapter by
-    name, and `scaling` its scale.
+    O and I are output and input dims; r is the rank. `pairs` maps adapter names to (A, B), and
+    `scaling` maps adapter names to scales.
     """
 
     in_exports = False  # whether exports add the updates of a 4-bit weight, as forward does
@@ -91,22 +91,22 @@ class LowRank(nn.Module):
 
     @property
     def active(self) -> Sequence[str]:
-        """Names of the model's LoRA adapters that forward uses, in order."""
+        """Names of the LoRA adapters that are active in the model, in order."""
         return list(self.lora_A)
 
     @property
     def in_use(self) -> list[str]:
-        """Names of this matrix's LoRA adapters that forward uses, in order."""
+        """Names of the active LoRA adapters that this matrix has, in order."""
         return [name for name in self.active if name in self.lora_A]
 
     def make_local_update(
         self, read: Read, slice_pair: SlicePair, num_groups: int = 0
     ) -> LowRankUpdate | None:
-        """Return this rank's part of A and B, all adapters together; None = no adapter.
+        """Return this rank's A and B, concatenated over active adapters; None = no adapter.
 
         Differentiable. `read` returns the local experts' part of a parameter. `slice_pair` slices A
-        [e, r, I] and B [e, O, r] to this rank's part of the matrix. If each row uses one of
-        `num_groups` adapters, dim 0 is e * num_groups, and r is the largest rank.
+        [e, r, I] and B [e, O, r] for this rank's etp slice of the matrix. If each row uses one of
+        `num_groups` adapters, dim 0 is e * num_groups and r is the largest rank.
         """
         names = self.in_use
         if not names:

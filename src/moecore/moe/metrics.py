@@ -17,18 +17,18 @@ class MoEMetrics:
     """Loads, auxiliary losses and entropy of one optimizer step. Tensors stay on the device.
 
     Attributes:
-        tokens_per_expert: layer name -> int64 [E], choices over all ranks and micro-batches,
-            including choices that capacity dropped.
-        dropped_per_expert: layer name -> int64 [E], choices that capacity dropped; only layers
-            with a capacity.
+        tokens_per_expert: layer name -> int64 [E], tokens over all ranks and micro-batches,
+            including tokens that capacity dropped.
+        dropped_per_expert: layer name -> int64 [E], tokens that capacity dropped; only layers with
+            a capacity.
         aux_losses: layer name -> fp32 [4] in the order of `LOSS_NAMES`, coefficients applied.
         router_entropy: layer name -> fp64 scalar in nats, the mean over tokens of the entropy of
-            the router's probabilities: the scores before any bias, divided by their sum. 0 is
-            certain, log(E) undecided. Only layers whose router is moecore's.
-        clones_per_rank: layer name -> fp64 scalar, number of other ranks' experts that a rank
-            computed, as the mean over ranks and forwards. Only layers with `CloneOptions`.
-        indexer_losses: attention layer name -> fp32 [1], coefficient applied. Only layers
-            whose indexer is trained: `IndexerConfig`.
+            the router's probabilities: the scores before any bias, divided by their sum. It is 0 to
+            log(E). Only layers whose router is moecore's.
+        clones_per_rank: layer name -> fp64 scalar, mean over ranks and forwards of the number of
+            clones (other ranks' experts) that a rank computed. Only layers with `CloneOptions`.
+        indexer_losses: attention layer name -> fp32 [1], coefficient applied. Only layers whose
+            indexer is trained: `IndexerConfig`.
     """
 
     tokens_per_expert: dict[str, Tensor] = field(default_factory=dict)
@@ -39,12 +39,12 @@ class MoEMetrics:
     indexer_losses: dict[str, Tensor] = field(default_factory=dict)
 
     def to_dict(self, *, per_expert: bool = True) -> dict[str, float]:
-        """Return name -> number, for any logger. One copy from the device, one host sync.
+        """Return {name: number} for loggers; "a, /<layer>" stands for a and a/<layer>. Host sync.
 
             expert_load_max_over_mean   maximum of `expert_load/<layer>` over layers
             expert_load/<layer>         maximum divided by mean of experts' loads in a layer
-            expert_load/<layer>/<e>     choices of an expert divided by the mean
-            drop_rate, /<layer>         share of the choices that capacity dropped; mean over layers
+            expert_load/<layer>/<e>     tokens of an expert divided by the mean over experts
+            drop_rate, /<layer>         dropped share of experts' tokens; mean over layers
             balance_loss, /<layer>      auxiliary losses of all scopes; sum over layers
             z_loss, /<layer>            sum over layers
             router_entropy, /<layer>    see the attribute; mean over layers
@@ -52,12 +52,11 @@ class MoEMetrics:
             indexer_loss, /<layer>      sum over attention layers
 
         Args:
-            per_expert: include the load of each expert: thousands of numbers in large models.
+            per_expert: include `expert_load/<layer>/<e>`: thousands of numbers in large models.
 
         Returns:
-            Identical on every rank; empty without MoE layers. Without a capacity there is no drop
-            rate, and a loss that is off is left out. If some layers have tokens, layers without
-            tokens are left out, such as layers below all trained parameters.
+            Identical on every rank; empty without MoE layers. Omitted are drop rates without a
+            capacity, unused losses, and layers without tokens if other layers have tokens.
         """
         values = self._copy_to_host()
         if not values["tokens_per_expert"]:
@@ -89,12 +88,12 @@ class MoEMetrics:
         return numbers
 
     def compute_load_max_over_mean(self) -> dict[str, float]:
-        """Return layer name -> maximum divided by mean of experts' loads. One host sync."""
+        """Return {layer name: maximum / mean of the experts' loads}. One host sync."""
         counts = self._copy_to_host()["tokens_per_expert"]
         return {layer: max(_divide_by_mean(counts)) for layer, counts in counts.items()}
 
     def compute_drop_rates(self) -> dict[str, float]:
-        """Return layer name -> share of the choices that capacity dropped. One host sync."""
+        """Return {layer name: share of experts' tokens that capacity dropped}. One host sync."""
         return _compute_drop_rates(self._copy_to_host())
 
     def compute_total_aux_loss(self) -> float:

@@ -25,7 +25,7 @@ ROUNDING = 1e-9  # 1.1 * 40 must not become 45 because of its last binary digit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """The tokens that a router compares: T tokens of this rank, and N tokens of all ranks."""
+    """The T tokens of this rank, and the layout of all N tokens of the ranks that share rows."""
 
     # Number of rows, of which this rank has slices of equal length. A row is a sequence, unless
     # `cu_seqlens` has other bounds.
@@ -80,7 +80,7 @@ class MicroBatch:
         return 1 if self.group is None else self.group.size()
 
     def all_gather_rows(self, x_TX: Tensor) -> Tensor:
-        """All-gather T rows of each rank to N rows, in the token order of one process. No gradient.
+        """All-gather T rows of each rank to N rows in the unsliced batch's order. No gradient.
 
         Example, two ranks, B=2: rows a0 b0 and a1 b1 give a0 a1 b0 b1.
         """
@@ -124,7 +124,7 @@ class MicroBatch:
         return self.all_gather_rows(self.padding_mask_T.to(torch.uint8)).bool()
 
     def find_sequence_ids(self, num_tokens: int) -> tuple[int, Tensor | None]:
-        """Return the number of sequences, and each token's sequence [T]; None = equal lengths."""
+        """Return the number of sequences and each token's sequence [T]; None = equal lengths."""
         if self.cu_seqlens is None:
             return self.num_sequences, None
         documents_N = find_document_ids(self.cu_seqlens, num_tokens * self.num_ranks)
@@ -164,8 +164,8 @@ def compute_capacity(
 ) -> tuple[int, Tensor | int]:
     """Return the token limit per expert, factor * num_tokens * top_k / num_experts, rounded up.
 
-    The first limit, for buffer sizes, counts padding. The second is without padding: an int64
-    scalar tensor with a mask (no host sync), otherwise the first limit.
+    The first limit, for buffer sizes, counts padding as tokens. The second limit does not: it is an
+    int64 scalar tensor with a mask (no host sync), otherwise equal to the first.
     """
     per_token = factor * top_k / num_experts
     max_tokens = math.ceil(num_tokens * per_token - ROUNDING)

@@ -35,13 +35,13 @@ T = TypeVar("T")
 
 
 class PairedModel(Protocol):
-    """A model that runs the forward of one micro-batch and the backward of another alternately."""
+    """A model in which one micro-batch's forward and another's backward run alternately."""
 
     def alternate_passes(self) -> AbstractContextManager[None]:
         """Return a context in which one forward alternates with one backward of the model."""
 
     def unshard_pass(self, is_backward: bool) -> None:
-        """Unshard the parameters of the backward if `is_backward`, otherwise of the forward."""
+        """Unshard the parameters in use by the backward or, if not `is_backward`, the forward."""
 
 
 class Pairs:
@@ -59,10 +59,10 @@ class Pairs:
         return None if torch.compiler.is_compiling() else self._pair
 
     def run_pair(self, forward: Callable[[], T], backward: Callable[[], None]) -> T:
-        """Run `forward` and `backward` alternately; return the forward's value.
+        """Run `forward` and `backward` alternately; return the result of `forward`.
 
-        Raises the first error of both. The forward starts first, in this thread. The backward runs
-        in a second thread, without contexts of this thread such as autocast.
+        The forward starts first, in this thread. The backward runs in a second thread, without
+        contexts of this thread such as autocast. The first error of the two is raised.
         """
         # In a dry run or without exchanges, the backward runs after the forward. The recorded peak
         # memory of a dry run is then an upper bound.
@@ -211,8 +211,8 @@ def run_exchanges(
     """Start independent collectives and wait for them; meanwhile another micro-batch computes.
 
     Each function, called with `async_op=True`, starts a collective and returns its `Work`. `pairs`
-    alternates two micro-batches; None = only this one. `may_overlap` promises that the collectives
-    read no result of work launched after the last `read_numbers`. They must write memory allocated
+    alternates two micro-batches; None = only this one. With `may_overlap`, the collectives must not
+    read results of work launched after the last `read_numbers`, and must write memory allocated
     inside `Pairs.launch_on_side_stream`.
     """
     pair = None if pairs is None else pairs.running_pair
@@ -229,7 +229,7 @@ def run_exchanges(
 
 
 def read_numbers(collective: Callable[..., Any], output: Tensor, pairs: Pairs | None = None) -> Any:
-    """Run a collective that writes `output`; return `output` as a list. Host sync."""
+    """Run a collective that writes `output`; return `output` as a nested list. Host sync."""
     pair = None if pairs is None else pairs.running_pair
     if pairs is None or pair is None:
         collective()
@@ -243,7 +243,7 @@ def read_numbers(collective: Callable[..., Any], output: Tensor, pairs: Pairs | 
 
 
 def get_rng_states() -> list[Tensor]:
-    """Return the states of torch's random number generators of the host and the device."""
+    """Return the states of torch's random number generators on the CPU and the current GPU."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
@@ -251,7 +251,7 @@ def get_rng_states() -> list[Tensor]:
 
 
 def set_rng_states(states: Sequence[Tensor]) -> None:
-    """Restore the generators' states, which `get_rng_states` returned."""
+    """Restore the states that `get_rng_states` returned."""
     torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.cuda.set_rng_state(state)

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def get_fp8_blocks(param: Tensor) -> Blocks | None:
-    """Return FP8 values and scales of a parameter that was all-gathered in FP8, or None."""
+    """Return the FP8 values and scales of a parameter that was all-gathered in FP8; or None."""
     return getattr(param, GATHERED_BLOCKS, None)
 
 
@@ -45,28 +45,28 @@ def _make_version_key(param: Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RecomputedView:
-    """A view that is saved for backward as a function, which recomputes the viewed tensor."""
+    """Saved for backward instead of a view: a function that recomputes the viewed tensor."""
 
     make: Callable[[], Tensor]
     place: tuple[Sequence[int], Sequence[int], int]  # size, stride and offset of the view
 
     @classmethod
     def from_view(cls, view: Tensor, make: Callable[[], Tensor]) -> RecomputedView:
-        """Return the record to save for `view`, which is a view of the result of `make`."""
+        """Return the record that replaces `view`, a view of the result of `make`."""
         return cls(make, (view.size(), view.stride(), int(view.storage_offset())))
 
     def unpack(self) -> Tensor:
-        """Make the tensor again; return the view."""
+        """Recompute the base tensor; return the view."""
         return self.make().as_strided(*self.place)
 
 
 class ParamReader:
     """Reads the local shards of a module's parameters, and caches quantised copies of them.
 
-    The micro-batches of a step share a copy. Outside of a step every forward makes a new copy. No
-    copy exists after its step, because fused optimizers, graph replays and writes to `.data` change
-    a weight without a new version. If `caches_copies` is False, forward and backward each quantise
-    the weights.
+    The micro-batches of a step share a copy. Outside of a step every forward makes a new copy.
+    Copies are dropped after the step, because fused optimizers, graph replays and writes to `.data`
+    change a weight without a new version counter. If `caches_copies` is False, forward and backward
+    each quantise the weights.
     """
 
     def __init__(self, *, caches_copies: bool = True) -> None:
@@ -83,10 +83,10 @@ class ParamReader:
     def read(
         self, param: nn.Parameter, *, needs_values: bool = True, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Return the local shard of a parameter, or a parameter that is no DTensor. Differentiable.
+        """Return a DTensor parameter's local shard, or a plain parameter itself. Differentiable.
 
-        If `needs_values`, the caller casts the values, so the parameter must not have only FP8
-        blocks. With `dtype`, 4-bit blocks are dequantised to it, and other values are cast to it.
+        If `needs_values`, a parameter that has only FP8 blocks raises NotImplementedError. With
+        `dtype`, 4-bit blocks are dequantised, and other values cast, to this dtype.
         """
         blocks = None
         if self.dequantises and not torch.compiler.is_compiling():
@@ -103,10 +103,7 @@ class ParamReader:
         return local if dtype is None else local.to(dtype)
 
     def read_fp8_blocks(self, param: nn.Parameter) -> Blocks | None:
-        """Return FP8 values and scales of an all-gathered parameter, or None.
-
-        Saved-tensor hooks do not count these tensors as activations.
-        """
+        """Return FP8 blocks of an all-gathered parameter, or None; not counted as activations."""
         blocks = get_fp8_blocks(param)
         if blocks is not None and self._packs:
             for tensor in blocks.tensors():
@@ -116,7 +113,7 @@ class ParamReader:
     def get_quantised_weights(
         self, key: Hashable, params: Sequence[nn.Parameter], quantise: Callable[[], T]
     ) -> T | None:
-        """Return `quantise()` or its result cached as `key`; None if `caches_copies` is False."""
+        """Return `quantise()`, cached until `params` change; None if `caches_copies` is False."""
         if not self.keep:
             return None
         before, copy = self._copies.pop(key, (None, None))
@@ -158,10 +155,10 @@ class ParamReader:
         return TensorHandle(tensor) if key in self._operands else None
 
     def start_micro_batch(self, *, is_last: bool) -> None:
-        """Start a micro-batch; its quantised copies are cached for the next, unless `is_last`."""
+        """Start a micro-batch; the next micro-batch reuses quantised copies unless `is_last`."""
         self._shares = self.keep and not is_last
 
     def drop_copies(self) -> None:
-        """Drop all copies. Call it when weights change, and before a CUDA graph makes copies."""
+        """Drop all copies. Call it when weights change, and before a CUDA graph is captured."""
         self._copies.clear()
         self._shares = False

@@ -29,10 +29,10 @@ from moecore.moe.records import BalancedRows, Routing
 def compute_choice_probability(
     top_k: int, num_experts: int, num_local_experts: int, num_groups: int = 1, top_groups: int = 1
 ) -> float:
-    """Return the probability that a token chooses at least one expert of a block of experts.
+    """Return the probability that a token chooses any of a block of `num_local_experts` experts.
 
-    The token has `top_k` random experts of `top_groups` random groups, which are `num_groups` equal
-    blocks of `num_experts`. The result is the mean over the blocks of `num_local_experts` experts.
+    `num_experts` experts are divided into `num_groups` equal groups. The token chooses `top_groups`
+    random groups and `top_k` random experts in these groups. The result is the mean over blocks.
     """
     if top_k > num_experts:  # the remaining choices are zero experts
         return 1.0
@@ -56,9 +56,9 @@ def compute_choice_probability(
 class ExpertPlacement:
     """The ranks of a dispatch group, and the experts that each rank owns.
 
-    Group rank g = ep_rank * etp + etp_rank. Every etp rank of an ep rank owns the same experts, and
-    1 / etp of each expert's matrices. Every etp rank therefore needs the same tokens. The sum over
-    ranks in `combine` includes the partial sums of the etp ranks.
+    Group rank g is ep_rank * etp + etp_rank. The etp ranks of one ep rank own the same experts,
+    each rank 1 / etp of each expert's matrices, and receive the same tokens. `combine` also sums
+    the partial sums of the etp ranks. Physical ids number experts, and slots for clones, by rank.
     """
 
     group: dist.ProcessGroup  # the ep x etp ranks
@@ -80,10 +80,7 @@ class ExpertPlacement:
 
     @property
     def num_physical(self) -> int:
-        """Number e + c of each rank's experts and slots for clones (temporary expert copies).
-
-        With LoRA adapters that group the rows of experts, the number is times `num_adapters`.
-        """
+        """Number of physical ids per rank: (experts + slots for clones) * `num_adapters`."""
         return (self.num_local + self.num_clones) * self.num_adapters
 
     @property
@@ -92,7 +89,7 @@ class ExpertPlacement:
         return dist.get_rank(self.group) // self.etp * self.num_physical
 
     def convert_to_physical_ids(self, ids_TK: Tensor) -> Tensor:
-        """Convert expert ids to physical ids, which number copies of experts too; -1 stays -1."""
+        """Convert expert ids to physical ids, which also number slots for clones; -1 stays -1."""
         # Example, two ranks of two experts and one clone: [0, 1, 2, 3, -1] give [0, 1, 3, 4, -1].
         if not self.num_clones:
             return ids_TK
@@ -100,26 +97,26 @@ class ExpertPlacement:
         return torch.where(ids_TK < 0, ids_TK, ids_TK + block_TK * self.num_clones)
 
     def compute_balanced_rows(self, num_tokens: int, top_k: int) -> int:
-        """Return a rank's expert rows with even loads and `num_tokens` tokens on each rank."""
+        """Return a rank's number of (token, expert) rows for even loads, `num_tokens` per rank."""
         return num_tokens * top_k * self.etp
 
     def compute_balanced_tokens(self, num_tokens: int, top_k: int) -> int:
-        """Return how many of `num_tokens` tokens a rank receives on average, by random choices."""
+        """Return how many of `num_tokens` tokens a given rank receives, if experts are random."""
         return round(num_tokens * self.compute_reach_probability(top_k, self.num_local))
 
     def compute_reach_probability(self, top_k: int, num_experts: int) -> float:
-        """Return the probability that a token chooses any of a block of `num_experts` experts."""
+        """Return the probability that a token chooses any expert of a block of `num_experts`."""
         num_all = self.num_domains * self.num_experts
         groups = self.num_groups, self.top_groups
         return compute_choice_probability(top_k, num_all, num_experts, *groups)
 
     def count_balanced(self, num_tokens: int, top_k: int) -> BalancedRows:
-        """Return a rank's source and expert rows with even loads and `num_tokens` per rank."""
+        """Return a rank's source rows and (token, expert) rows for even loads."""
         num_source_rows = self.group.size() * self.compute_balanced_tokens(num_tokens, top_k)
         return BalancedRows(num_source_rows, self.compute_balanced_rows(num_tokens, top_k))
 
     def compute_max_rows(self, routing: Routing) -> int:
-        """Return the maximum expert rows of a rank if all ranks have this rank's token count."""
+        """Return the maximum (token, expert) rows of a rank if ranks have equal token counts."""
         (T, K), num_physical = routing.destinations_TK.shape, self.num_physical
         max_source_rows = min(T * min(K, num_physical), num_physical * routing.max_rows_per_expert)
         return self.group.size() * max_source_rows
@@ -127,7 +124,7 @@ class ExpertPlacement:
     def build_index(
         self, ids_SK: Tensor, weights_SK: Tensor, routing: Routing, num_rows: int
     ) -> ExpertIndex:
-        """Return the index of `num_rows` expert rows, which sorts received rows by local expert."""
+        """Return the index of `num_rows` expert rows: received rows sorted by local expert."""
         return build_index(
             ids_SK,
             weights_SK,
@@ -140,7 +137,7 @@ class ExpertPlacement:
     def find_unsummed(
         self, rows: Rows, index: ExpertIndex, routing: Routing
     ) -> UnsummedInput | None:
-        """Return a record for experts that need no sums, as each row has one choice, or None."""
+        """Return a record for experts if each source row has one expert; otherwise None."""
         # Each received row then has one choice, and rows are in expert order.
         # Example, expert 1 of two, received ids [[1, 0], [0, 1]]: row_ids_R [0, 1], slots_SK [[0,
         # -1], [-1, 1]]. Padding of rows adds expert rows or source rows without a choice.
@@ -155,32 +152,32 @@ class ExpertPlacement:
 class DomainPlacement(ExpertPlacement):
     """Placement of a domain's experts on the domain's ranks, for rows that the domain received.
 
-    A domain is a set of ranks with fast links (`dispatch/hierarchical.py`), one of `num_domains`.
-    `group`, `num_experts` and `ep` describe the domain. Each received row has at least one choice
+    A domain is one of `num_domains` sets of ranks with fast links (`dispatch/hierarchical.py`).
+    `group`, `num_experts` and `ep` describe the domain. Each received row has at least one expert
     in the domain.
     """
 
     @property
     def num_domain_experts(self) -> int:
-        """Number of physical experts of a domain."""
+        """Number of physical ids of a domain."""
         return self.num_physical * self.ep
 
     def convert_to_domain_ids(self, ids_AK: Tensor, domain: int) -> Tensor:
-        """Convert physical ids of all domains to ids in one domain; -1 = in another domain."""
+        """Convert physical ids of all domains to ids in domain `domain`; -1 = other domain."""
         ids_AK = ids_AK - domain * self.num_domain_experts
         return ids_AK.masked_fill((ids_AK < 0) | (ids_AK >= self.num_domain_experts), -1)
 
     def compute_balanced_domain_tokens(self, num_tokens: int, top_k: int) -> int:
-        """Return how many of `num_tokens` tokens a domain receives if experts are random (mean)."""
+        """Return how many of `num_tokens` tokens a given domain receives, if experts are random."""
         return round(num_tokens * self.compute_reach_probability(top_k, self.num_experts))
 
     def compute_balanced_rows(self, num_tokens: int, top_k: int) -> int:
-        """Return a rank's expert rows with even loads, if ranks have received `num_tokens` rows."""
+        """Return a rank's (token, expert) rows for even loads, from `num_tokens` received rows."""
         reach = self.compute_reach_probability(top_k, self.num_experts)
         return round(num_tokens / (self.num_domains * reach) * top_k * self.etp)
 
     def compute_balanced_tokens(self, num_tokens: int, top_k: int) -> int:
-        """Return how many of `num_tokens` received rows a rank of the domain gets on average."""
+        """Return how many of `num_tokens` received rows a rank gets, if experts are random."""
         compute = self.compute_reach_probability
         return round(
             num_tokens * (compute(top_k, self.num_local) / compute(top_k, self.num_experts))
@@ -190,7 +187,7 @@ class DomainPlacement(ExpertPlacement):
 def make_domain_placement(
     placement: ExpertPlacement, domain_group: dist.ProcessGroup, num_domains: int
 ) -> DomainPlacement:
-    """Return the placement of this rank's domain, one of `num_domains`, in `domain_group`."""
+    """Return the placement in this rank's domain, whose ranks are `domain_group`."""
     domain_fields = {field.name: getattr(placement, field.name) for field in fields(placement)}
     domain_fields |= dict(
         group=domain_group,

@@ -32,17 +32,17 @@ class Routing:
     """The experts and weights that a router chose for T tokens.
 
     Attributes:
-        expert_ids_TK: int32, global expert ids; -1 = dropped, or an unused choice. The best expert
-            is first. With expert choice routing, column e contains e or -1.
+        expert_ids_TK: int32, global expert ids, best first; -1 = dropped, or no expert. With expert
+            choice routing, column e contains e or -1.
         weights_TK: fp32, factor on the expert's output; differentiable.
         chosen_ids_TK: int32, the ids before capacity dropped choices. Load counts use these ids.
-        physical_TK: int32, the physical expert of each choice (`moe/placement.py`) if experts have
+        physical_TK: int32, the physical id of each choice (`ExpertPlacement`) if experts have
             clones or were moved between ranks; None = the expert id.
         logits_TE: router dtype, differentiable; the balance losses read them. None if the model has
             a router that is not moecore's.
         padding_mask_T: bool, True = padding, whose ids are all -1; None = no padding.
         capacity: maximum number of these tokens per expert; None = T.
-        pad: dispatchers size buffers by the capacity. They then do not wait for counts on the host.
+        pad: dispatchers allocate buffers for the capacity, without a host sync for the real counts.
         rows_multiple: the row count of each expert is padded to a multiple of this number; padding
             rows have weight 0.
     """
@@ -59,12 +59,12 @@ class Routing:
 
     @property
     def destinations_TK(self) -> Tensor:
-        """The id of the expert (or expert copy) that computes each choice, int32; -1 = dropped."""
+        """Physical id of the expert or clone that computes each choice, int32; -1 = dropped."""
         return self.expert_ids_TK if self.physical_TK is None else self.physical_TK
 
     @property
     def max_rows_per_expert(self) -> int:
-        """The maximum number of these tokens that any expert can receive."""
+        """The maximum number of the T tokens that any expert can receive."""
         T = self.expert_ids_TK.shape[0]
         return T if self.capacity is None else min(T, self.capacity)
 
@@ -83,7 +83,7 @@ def split_zero_experts(routing: Routing, num_experts: int) -> tuple[Routing, Ten
 
 
 class ChoiceTape(Protocol):
-    """Records every choice of a router, and may replace it by a recorded choice."""
+    """Records the expert ids that a router chooses, and may replace ids by recorded ids."""
 
     def get_recorded_choice(
         self, num_tokens: int, device: torch.device, choose: Callable[[], Tensor]
@@ -91,19 +91,19 @@ class ChoiceTape(Protocol):
         """Return recorded int32 ids and fp32 weights [T, K] of T = `num_tokens` tokens.
 
         None = no record, so the router chooses. `choose()` returns the router's ids, for tokens
-        without a record; it is collective if the router's rule compares tokens. The router computes
-        weights for entries that are -1, or all weights if the second result is None.
+        without a record; it may be collective. The router computes weights that are -1, or all
+        weights if the second result is None.
         """
 
     def observe_choice(self, ids_TK: Tensor) -> None:
         """Record the expert ids of a forward, int32 [T, K], before capacity drops choices."""
 
     def make_rewind(self) -> Callable[[], None]:
-        """Return a function that drops what later forwards recorded, so that a step can repeat."""
+        """Return a function that drops all records of later forwards, so that a step can repeat."""
 
 
 class BalancedRows(NamedTuple):
-    """Numbers of rows that even loads would use. Only the device knows the real numbers."""
+    """Numbers of source and expert rows with even loads; only the device has the real numbers."""
 
     source: int
     expert: int | None  # None where R is exact
@@ -118,23 +118,23 @@ class ExpertInput:
             differentiable unless `unsummed` is set. Rows that were received as FP8 are
             differentiable through their handle.
         index: expert rows in expert order. R is static: rows past `index.num_rows` have row id 0
-            and weight 0, and results of these rows must not be used. A slot is -1 if the choice
-            was dropped or its expert is on another rank.
+            and weight 0, and results of these rows must not be used. An entry of slots_SK is -1 if
+            the token was dropped or the expert is on another rank.
         plan: the dispatcher's record for `combine`. No other stage reads it.
-        unsummed: set by a dispatcher that adds expert rows itself, or whose source rows are the
-            expert rows; otherwise None. Experts then return `UnsummedRows`, and write the gradient
-            of each expert row to its handle. Experts that always sum their rows call
+        unsummed: set by a dispatcher that sums expert rows in `combine`, or whose source rows are
+            the expert rows; otherwise None. If set, experts return `UnsummedRows`, and write each
+            expert row's gradient to the record's handle. Experts that always sum their rows call
             `convert_to_summed_input` first.
-        balanced: numbers of used rows with even loads, if buffers have a capacity above the number
-            of received rows; None = S and R are the exact numbers.
+        balanced: numbers of used rows with even loads, if buffers have more rows than the rank
+            received; None = S and R are the exact numbers.
         clones: experts of other ranks that this forward computes after the local experts
             (`moe/clones.py`), or None. The index includes them.
         receiver: receives gradients of the experts' output as FP8, if the experts quantise in the
             same format; None = no FP8 gradients.
 
-    Example, two experts, K=2, routing [[0, 1], [1, -1]]: row_ids_R [0, 0, 1, 0],
-    slots_SK [[0, 1], [2, -1]], offsets_e [1, 3], num_rows 3: expert 0 reads row 0, expert 1 rows 0
-    and 1; the last is unused.
+    Example, two experts, K=2, routing [[0, 1], [1, -1]]: row_ids_R [0, 0, 1, 0], slots_SK [[0, 1],
+    [2, -1]], offsets_e [1, 3], num_rows 3: expert 0 reads row 0, expert 1 rows 0 and 1; the last is
+    unused.
     """
 
     rows: Rows
@@ -146,14 +146,14 @@ class ExpertInput:
     receiver: GradientReceiver | None = None
 
     def replace_rows(self, rows: Rows) -> ExpertInput:
-        """Return a copy with other source rows, faster than by `dataclasses.replace`."""
+        """Return a copy with other source rows; faster than `dataclasses.replace`."""
         fields = (self.index, self.plan, self.unsummed, self.balanced, self.clones, self.receiver)
         return ExpertInput(rows, *fields)
 
 
 @dataclass(frozen=True, slots=True)
 class UnsummedRows:
-    """The experts' output as one row per token and expert, which `combine` sums per token."""
+    """The experts' output, one row per (token, expert) pair; `combine` sums rows per token."""
 
     y_RD: Tensor  # weighted output of each expert row; rows past `num_rows` are uninitialised
 
@@ -165,9 +165,9 @@ class Dispatcher(Protocol):
     (`train/memory/saved_bytes.py`).
 
     Attributes:
-        waits_on_host: every forward waits for sizes on the host, unless each expert's rows are
-            padded to a capacity; such a forward cannot be captured in a CUDA graph.
-        can_alternate: the host starts and waits for each exchange, so `pairs` can switch there.
+        waits_on_host: the host waits for row counts in every forward, unless `Routing.pad`; such a
+            forward cannot be captured in a CUDA graph.
+        can_alternate: the host starts and awaits each exchange, where `pairs` can switch passes.
         pairs: alternates the forward of one micro-batch and the backward of another at exchanges;
             None = no alternation.
     """
@@ -179,17 +179,17 @@ class Dispatcher(Protocol):
     def has_spare_rows(self, *, pads: bool) -> bool:
         """Whether buffers may have more rows than the rank receives.
 
-        If `pads`, the experts' capacity sizes the buffers, not the received counts (`Routing.pad`).
+        `pads` is `Routing.pad`: buffers have the capacity of the experts, not the received counts.
         """
         return False
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Send each token once to every rank of its experts; return the input of local experts."""
+        """Send each token once to every rank of its experts; return the local experts' input."""
 
     def combine(self, y_SD: Any, plan: Any) -> Tensor:
-        """Send the experts' output to the tokens' ranks, and return each token's fp32 sum, y_TD.
+        """Send the experts' output to the tokens' ranks; return y_TD, each token's sum in fp32.
 
-        `y_SD` has weighted sums [S, D], or is `UnsummedRows`. `plan` is `ExpertInput.plan`.
+        `y_SD` is weighted sums [S, D] or `UnsummedRows`. `plan` is `ExpertInput.plan`.
         """
 
 
@@ -212,7 +212,7 @@ class _RouteGradToHandle(torch.autograd.Function):
 
 
 def convert_to_summed_input(inp: ExpertInput) -> ExpertInput:
-    """Return `inp` for experts that sum per received row: with unpacked, differentiable rows."""
+    """Return `inp` with unpacked, differentiable rows, for experts that sum per source row."""
     if inp.unsummed is None:
         return inp if inp.rows.scales is None else inp.replace_rows(Rows(inp.rows.widen()))
     if inp.unsummed.refetch is not None:

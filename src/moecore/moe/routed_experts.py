@@ -27,10 +27,7 @@ from moecore.moe.records import Routing
 
 
 class RoutedExperts(RoutedLayer, Experts):
-    """The routed experts of a model that has its own router, with dispatch and combine.
-
-    The constructor has the arguments of `Experts`.
-    """
+    """The routed experts of a model that has its own router. Arguments are as in `Experts`."""
 
     def __init__(
         self,
@@ -49,15 +46,15 @@ class RoutedExperts(RoutedLayer, Experts):
         self.tracker = LoadTracker(config)
 
     def get_part_name(self, role: str) -> str:
-        """Return "": the experts are this module."""
+        """Return "": this module is the experts."""
         return ""
 
     def get_part(self, role: str) -> Any:
-        """Return this module as "experts", and None for any other role."""
+        """Return this module for "experts", and None for any other role."""
         return self if role == "experts" else None
 
     def check_config(self, layer_name: str, config: MoEConfig) -> None:
-        """Raise ValueError if the config differs from this layer's, which has no moecore router."""
+        """Raise ValueError if a field of the config differs: this layer has no moecore router."""
         for field in fields(config):
             value = getattr(config, field.name)
             if value != getattr(self.config, field.name):
@@ -68,7 +65,7 @@ class RoutedExperts(RoutedLayer, Experts):
                 )
 
     def run_on_zero_tokens(self, x_0D: Tensor) -> Tensor:
-        """Run the forward for zero tokens, without the hooks of this module; return its output."""
+        """Return the output [0, D] for zero tokens, without this module's hooks."""
         choices_0K = x_0D.new_zeros(0, self.config.top_k, requires_grad=x_0D.requires_grad)
         return self.forward(x_0D, choices_0K.detach().int(), choices_0K)
 

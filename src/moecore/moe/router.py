@@ -42,7 +42,7 @@ TABLE_ROWS = 8192  # of token ids that are given experts at once
 
 
 class Router(BiasOwner):
-    """Chooses K experts for each token, and the weight of each choice, from logits x @ weight^T.
+    """Chooses K experts per token and their weights, from logits x @ weight^T.
 
     Parameters and buffers:
         weight: [E, D].
@@ -86,7 +86,7 @@ class Router(BiasOwner):
 
     @property
     def selection_bias(self) -> Tensor | None:
-        """The fp32 [E] buffer that is added to scores for the choice; None without such a bias."""
+        """The fp32 [E] buffer that is added to scores to choose experts; None without a bias."""
         bias_E = self.bias_owner._buffers.get(self.expert_bias_name)
         return bias_E if bias_E is None or bias_E.ndim == 1 else bias_E.view(-1)  # ERNIE: [1, E]
 
@@ -104,7 +104,7 @@ class Router(BiasOwner):
 
     @property
     def is_collective_free(self) -> bool:
-        """Whether a token's experts depend on no other token, so a forward has no collective."""
+        """Whether a token's experts do not depend on other tokens: forward runs no collective."""
         is_rule_local = self.config.assignment in ("learned", "hash")
         has_micro_batch_bias = self.training and self.config.balance.bias_per_micro_batch
         return is_rule_local and self._get_capacity_factor() is None and not has_micro_batch_bias
@@ -271,10 +271,7 @@ class Router(BiasOwner):
 def compute_micro_batch_bias(
     logits_TE: Tensor, bias_E: Tensor, config: MoEConfig, micro_batch: MicroBatch
 ) -> Tensor:
-    """Return fp32 [E], a selection bias that gives experts even loads in this micro-batch.
-
-    Collective.
-    """
+    """Return fp32 [E], the selection bias for even loads in this micro-batch. Collective."""
     histogram_EX = logits_TE.new_zeros(config.num_candidates, NUM_BINS, dtype=torch.int64)
     score_options = (config.top_k, config.score_function)
     add_margins_(histogram_EX, logits_TE, bias_E, *score_options, micro_batch.padding_mask_T)
@@ -284,10 +281,7 @@ def compute_micro_batch_bias(
 
 
 def choose_best_ids(logits_TE: Tensor, config: MoEConfig, padding_mask_T: Tensor | None) -> Tensor:
-    """Return int32 [T, K]: the K experts with the best scores, regardless of bias and groups.
-
-    The ids of padding are -1.
-    """
+    """Return int32 [T, K]: experts with the best scores, without bias or groups; -1 = padding."""
     options = replace(_make_route_options(config), num_groups=1, top_groups=1)
     ids_TK, _ = route(logits_TE.detach(), None, options)
     return ids_TK if padding_mask_T is None else ids_TK.masked_fill(padding_mask_T[:, None], -1)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class BiasOwner(nn.Module):
-    """A module that can have a router's selection bias, fp32, as buffer `bias_name`; "" = none."""
+    """A module that may have a router's fp32 selection bias as buffer `bias_name`; "" = none."""
 
     bias_name: str = ""
 
@@ -50,7 +50,7 @@ def add_submodule(layer: nn.Module, path: str, child: nn.Module) -> None:
 
 
 def get_or_create_bias_owner(layer: nn.Module, path: str) -> BiasOwner:
-    """Return the layer's module `path` ("" = the layer), created if it does not exist."""
+    """Return the layer's module `path` ("" = the layer); create the module if it is absent."""
     try:
         owner = layer.get_submodule(path)
     except AttributeError:

@@ -79,8 +79,7 @@ class SharedRun:
     """One forward of the shared experts, on the current stream or concurrently with dispatch.
 
     `forward` returns the experts' output, or None without shared experts. Forward and backward run
-    on `stream`, None = the current stream. All layers may share a stream, which its creator owns.
-    Read `y_TD` through `wait_for_output`.
+    on `stream`; None = the current stream. Read `y_TD` through `wait_for_output`.
     """
 
     def __init__(

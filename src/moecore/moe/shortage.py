@@ -36,7 +36,7 @@ Watch = Literal["reruns", "skips", "graph"]  # how a step handles rows above the
 
 @dataclass(eq=False, frozen=True, slots=True)
 class ShortageCounters:
-    """Counters of the rows that a buffer would have needed, if the rows exceeded its capacity.
+    """Records the number of rows that a buffer needed, if it exceeded the buffer's capacity.
 
     A capacity factor is a number of rows divided by `even`, the number of rows with even loads.
     """
@@ -48,21 +48,21 @@ class ShortageCounters:
     even: float  # rows of even loads
 
     def compute_min_capacity_factor(self) -> Tensor:
-        """Return the smallest factor for which all rows fit, fp32 on the device; 0 = all fitted."""
+        """Return the smallest sufficient capacity factor, fp32 on the device; 0 = all rows fit."""
         return self.words[0].float() * (self.words[-1] > 0) / self.even
 
     @property
     def reported_num_rows(self) -> int:
-        """The needed number of rows, as last reported to the host; 0 = all rows fitted."""
+        """Number of rows needed, as last reported to the host; 0 = all rows fit."""
         return int(self.report[0])
 
     @property
     def reported_factor(self) -> float:
-        """The needed capacity factor, as last reported to the host; 0 = all rows fitted."""
+        """Capacity factor needed, as last reported to the host; 0 = all rows fit."""
         return self.reported_num_rows / self.even
 
     def clear(self, *, device: bool = True, host: bool = True) -> None:
-        """Zero the counts (if `device`) and the report, which was read (if `host`)."""
+        """Set the counters on the device (if `device`) and the host's report (if `host`) to 0."""
         if host:
             self.report.zero_()
         if device:
@@ -70,7 +70,7 @@ class ShortageCounters:
 
 
 class BufferOwner(ABC):
-    """Base class of owners of buffers with a capacity; `option` names the user's option for it."""
+    """Base class of owners of buffers with a limited capacity, which the option `option` sets."""
 
     option: str
     is_known_late = False  # whether a backward may also record a shortage
@@ -84,25 +84,22 @@ class BufferOwner(ABC):
     @property
     @abstractmethod
     def shortages(self) -> Sequence[ShortageCounters]:
-        """Counters of rows above the capacity, one record per allocated buffer; counts may be 0."""
+        """One record of rows above the capacity per allocated buffer; its counts may be 0."""
 
     @abstractmethod
     def set_capacity_factor(self, capacity_factor: float) -> None:
-        """Set the capacity factor of later forwards, while no buffer contains used rows."""
+        """Set the capacity factor of later forwards. Call it while no buffer is in use."""
 
     @abstractmethod
     def make_error(self, shortage: ShortageCounters) -> RuntimeError:
-        """Return, without raising it, the error for a buffer that was too small."""
+        """Return the error for a buffer that was too small; it is not raised."""
 
     @abstractmethod
     def wait_for_reports(self) -> None:
         """Wait for the device, which writes the reports. Host sync."""
 
     def raise_reported_errors(self, *, includes_shortages: bool = True) -> None:
-        """Raise, once, the error for a buffer that was too small, if the host knows of it.
-
-        No host sync.
-        """
+        """Raise an error, once, if a too small buffer was reported to the host. No host sync."""
         for shortage in self.shortages if includes_shortages else ():
             if shortage.reported_num_rows:
                 error = self.make_error(shortage)
@@ -110,36 +107,36 @@ class BufferOwner(ABC):
                 raise error
 
     def wait_and_raise_errors(self, *, includes_shortages: bool = True) -> None:
-        """Wait for the device, then raise as `raise_reported_errors` does. Host sync."""
+        """Wait for the device, then call `raise_reported_errors`. Host sync."""
         self.wait_for_reports()
         self.raise_reported_errors(includes_shortages=includes_shortages)
 
     def compute_min_capacity_factor(self, device: torch.device) -> Tensor:
-        """Return the smallest capacity factor for all rows, on the device; 0 = all rows fitted."""
+        """Return the smallest sufficient capacity factor, on the device; 0 = all rows fit."""
         factors = [shortage.compute_min_capacity_factor() for shortage in self.shortages]
         if not factors:
             return torch.zeros((), device=device, dtype=torch.float32)
         return torch.stack(factors).amax()
 
     def clear_counters(self, *, host: bool = True) -> None:
-        """Set all counters on the device to 0, and if `host` also the reports. No host sync."""
+        """Set all counters on the device to 0, and the host's reports if `host`. No host sync."""
         for shortage in self.shortages:
             shortage.clear(host=host)
 
 
 class SkippedSteps:
-    """Flags of skipped steps, equal on all ranks; the host reads a flag one step later."""
+    """Flags of skipped steps, equal on all ranks; the host reads each flag one step later."""
 
     def __init__(self) -> None:
         self._flags: deque[bool | HostCopyOfTensor] = deque()
 
     def record_step(self, is_skipped: bool | Tensor) -> None:
-        """Store whether the step that ends is skipped, on every rank. No host sync."""
+        """Record whether the step that ends is skipped, on every rank. No host sync."""
         flag = HostCopyOfTensor(is_skipped) if isinstance(is_skipped, Tensor) else is_skipped
         self._flags.append(flag)
 
     def pop_skips(self) -> bool:
-        """Remove all stored steps except the last; return whether one was skipped. Host sync."""
+        """Remove all recorded steps but the last; return whether one was skipped. Host sync."""
         result = False
         while len(self._flags) > 1:
             flag = self._flags.popleft()
@@ -148,7 +145,7 @@ class SkippedSteps:
 
 
 class BufferCapacities:
-    """All owners of buffers with a limited capacity in a model: expert rows, tokens and pages."""
+    """All owners of limited buffers in a model: expert rows, tokens, and saved rows."""
 
     def __init__(self, *owners: BufferOwner | None, device: torch.device) -> None:
         self.owners = owners
@@ -162,7 +159,7 @@ class BufferCapacities:
         return [owner for owner in self.owners if owner is not None]
 
     def raise_reported_errors(self) -> None:
-        """Raise the errors of this rank's owners that the host sees. No host sync."""
+        """Raise this rank's errors that were reported to the host. No host sync."""
         for owner in self._list_owners():
             owner.raise_reported_errors(includes_shortages=not self.skips)
 
@@ -172,9 +169,9 @@ class BufferCapacities:
             owner.wait_and_raise_errors(includes_shortages=not self.skips)
 
     def end_step(self, *, skips: bool) -> None:
-        """Raise reported errors, or enlarge too small buffers if their steps are skipped.
+        """Raise reported errors. With `skips`, enlarge too small buffers instead.
 
-        If `skips`, the device skips a step whose buffers were too small, so no error is raised.
+        `skips` = the device skips each step with a too small buffer.
         """
         self.skips = skips
         self.raise_reported_errors()
@@ -198,10 +195,10 @@ class BufferCapacities:
 
     @contextmanager
     def watch_shortages(self, handling: Watch) -> Iterator[None]:
-        """Return a context for a step's forwards: rows above a capacity are handled by `handling`.
+        """Return a context for a step's forwards that sets what happens to rows above a capacity.
 
-        "reruns" repeats the step, "skips" skips it on the device, and "graph" is a step in a CUDA
-        graph. If contexts are nested, the outermost `handling` is used.
+        "reruns" repeats the step, "skips" skips the step on the device, and "graph" marks a step in
+        a CUDA graph. If contexts are nested, the outermost `handling` is used.
         """
         before = [owner.watch for owner in self._list_owners()]
         for owner in self._list_owners():
@@ -223,10 +220,9 @@ class BufferCapacities:
             self.is_graphed = False
 
     def is_graph_outgrown(self) -> bool:
-        """Whether the captured graph's buffers were too small in a skipped step, on any rank.
+        """Whether a captured graph's buffers were too small in a skipped step, on any rank.
 
-        Collective with a host sync after a skipped step. The last step is not considered, because
-        its flag may not have reached the host.
+        Collective with a host sync after a skipped step. The last step is not considered.
         """
         owners = [owner for owner in self._list_owners() if owner.capacity_factor is not None]
         if self.graph_steps is None or not self.graph_steps.pop_skips() or not owners:

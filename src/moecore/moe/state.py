@@ -31,12 +31,12 @@ NumMicroBatches = Annotated[Count, "use the number of backwards per optimizer st
 
 
 class MoEState:
-    """Sums the loads and auxiliary losses of a model's MoE layers per step, and updates biases.
+    """Sums loads and auxiliary losses of all MoE layers per step; updates selection biases.
 
-    `get_moe_state(model)` returns the `MoEState` of a parallelized model. With `loss` "mean",
-    gradients are averaged over data ranks, with "sum" they are summed. `other_losses` are the
-    auxiliary losses of other layers, by name. `check_parameters` raises if gradients were not
-    reduced over all ranks.
+    `get_moe_state(model)` returns the `MoEState` of a parallelized model. `loss` "mean" = gradients
+    are averaged over data ranks, "sum" = they are summed. `other_losses` maps names to the
+    auxiliary losses of other layers. `check_parameters` raises if gradients were not reduced over
+    all ranks.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class MoEState:
     def announce_micro_batches(
         self, have_tokens: Sequence[bool | Tensor], device: torch.device
     ) -> None:
-        """Set a flag for each micro-batch of the next step: whether this rank has tokens in it.
+        """Announce for each micro-batch of the next step whether this rank has tokens in it.
 
-        Collective if there are auxiliary losses: one small all-reduce. No host sync.
+        Collective (one small all-reduce) if there are auxiliary losses. No host sync.
         """
         trackers = [la.tracker for la in self.layers.values() if la.config.balance.needs_loss]
         owners = [*trackers, *self._aux_losses.values()]
@@ -107,7 +107,7 @@ class MoEState:
         return None if self._loss_scale is None else self._loss_scale()
 
     def set_loss_scale(self, scale: Tensor | None) -> None:
-        """Set the loss scale, an fp32 scalar on the device; only a weak reference is stored."""
+        """Set the loss scale, an fp32 device scalar, of which only a weak reference is stored."""
         self._loss_scale = None if scale is None else weakref.ref(scale)
         for layer in self.layers.values():
             layer.tracker.loss_scale = self._loss_scale
@@ -115,12 +115,12 @@ class MoEState:
             other.loss_scale = self._loss_scale
 
     def finish_step(self, *, is_skipped: bool | Tensor = False) -> MoEMetrics:
-        """Check the step, all-reduce and clear its counts, and update the selection biases."""
+        """Check the step, all-reduce and clear counts, update selection biases; return metrics."""
         self.check_step()
         return self.reduce_step(is_skipped=is_skipped)
 
     def start_micro_batch(self, *, is_last: bool, in_flight: bool = False) -> None:
-        """Prepare all layers; the next micro-batch reuses quantised weights unless `is_last`."""
+        """Prepare layers: cache weights unless `is_last`; `in_flight` = several forwards first."""
         for layer in self.layers.values():
             layer.get_part("experts").reader.start_micro_batch(is_last=is_last)
             if in_flight:

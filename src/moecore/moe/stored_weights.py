@@ -31,16 +31,16 @@ STORED_NUMEL = 1 << 22  # values, at least one row, that `store_in_four_bits` qu
 
 
 class HostMatrix(Protocol):
-    """Host memory for blocks (values and scales) of a 4-bit parameter, and copies on the device."""
+    """Host memory for a 4-bit parameter's blocks (values and scales), and copies on the device."""
 
     def allocate(self, device: torch.device) -> HostBlocks:
-        """Return the blocks in host memory; on meta if `device` is meta and was meta before."""
+        """Return the blocks in host memory; on the meta device until a call for a real `device`."""
 
     def fetch(self) -> Blocks:
         """Return the blocks on the device, ready for kernels on its current stream."""
 
     def drop_device_copies(self) -> None:
-        """Free the copies on the device, before the host blocks are written. Host sync."""
+        """Free the copies on the device. Call it before writes to host blocks. Host sync."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +67,8 @@ def make_stored_parameter(
 ) -> nn.Parameter:
     """Return a parameter like `param` that stores only `blocks`, quantised values with scales.
 
-    Its tensor has the shape of `param` and one nan as storage. `value` is a tensor with the new
-    dtype and device, whose contents are not read; None = as `param`.
+    The parameter's tensor has the shape of `param` and one nan as storage. It has the dtype and
+    device of `value`, whose contents are not read; None = as `param`.
     """
     local = get_local_tensor(param).detach()
     nan = (local if value is None else value).new_full((), torch.nan)
@@ -100,7 +100,7 @@ def store_on_host(param: nn.Parameter, matrix: HostMatrix) -> None:
 
 @torch.no_grad()
 def store_in_four_bits(param: nn.Parameter, kind: FrozenFormat, k: int) -> nn.Parameter:
-    """Return a parameter like `param`, stored in 4 bits; forward's matmul sums over dim `k`."""
+    """Return a 4-bit copy of a parameter, in blocks along dim `k`, over which matmuls sum."""
     local = get_local_tensor(param).detach()
     shape = tuple(local.movedim(k, -1).shape)
     blocks = make_empty_blocks(shape, kind, local.device)
@@ -114,7 +114,7 @@ def store_in_four_bits(param: nn.Parameter, kind: FrozenFormat, k: int) -> nn.Pa
 def apply_to_blocks(
     module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[], object]
 ) -> None:
-    """Run `apply()`, which is `module._apply(fn)`; apply `fn` to the blocks of 4-bit parameters."""
+    """Run `apply()`, which is `module._apply(fn)`; of 4-bit parameters, `fn` maps the blocks."""
     named = [(n, p) for n, p in module._parameters.items() if p is not None]
     four_bit_params = {n: p for n, p in named if get_four_bit_blocks(p) is not None}
     module._parameters.update(dict.fromkeys(four_bit_params))
@@ -140,7 +140,7 @@ def _move_stored_parameter(param: nn.Parameter, fn: Callable[[Tensor], Tensor]) 
 
 
 def read_on_device(blocks: Blocks, dtype: torch.dtype) -> Tensor:
-    """Dequantise the 4-bit blocks of a parameter to `dtype`, on the parameter's device."""
+    """Dequantise 4-bit blocks to `dtype`; blocks in host memory are copied to the device."""
     if isinstance(blocks, HostBlocks):
         blocks = blocks.matrix.fetch()
     return read_four_bit_values(blocks, dtype)
@@ -153,9 +153,9 @@ def read_four_bit_values(
     box: tuple[slice, ...] = (),
     device: torch.device | None = None,
 ) -> Tensor:
-    """Dequantise 4-bit blocks to `dtype`; `box` has a slice per dim to read, () = all.
+    """Dequantise 4-bit blocks to `dtype` on `device` (None = the blocks' device).
 
-    `device` is the device of the result; None = the device of the blocks.
+    `box` has the slice of each dim to read; () = all.
     """
     k = _find_summed_dim(blocks)
     outer, inner = list(box), [slice(None)] * len(box)

@@ -86,9 +86,9 @@ class SharedArguments:
     """Raises a ValueError if ranks that process the same sequences receive different arguments.
 
     Args:
-        groups_by_cp: context parallel degree -> process groups on the model's device. All-reduces
-            over one group after the other reach all ranks with the same sequences. Entry 0 is used
-            by forwards without the argument `cp`, and by forwards whose degree has no entry.
+        groups_by_cp: context parallel degree -> process groups on the model's device. Sequential
+            all-reduces over all of these groups span the ranks that process the same sequences.
+            Entry 0 is used by forwards without the argument `cp`, and by degrees without an entry.
         device_type: the device type of the model.
     """
 
@@ -105,8 +105,7 @@ class SharedArguments:
 
         If the contents of device tensors differ, a later call raises the error. `cp` is the
         forward's context parallel degree; None = the forward has no such argument. Collective. The
-        first check with gradients is collective over the world, so that all ranks raise an error,
-        and synchronises the host.
+        first call with gradients enabled is collective over the world, and synchronises the host.
         """
         if is_inside_custom_ops():
             return
@@ -144,7 +143,7 @@ class SharedArguments:
         self.compare_arguments(named, None)
 
     def end_step(self) -> Tensor | None:
-        """Return a 0-dim device bool: whether contents differed between ranks; None = no check."""
+        """Return a 0-dim device bool: whether contents differed in this step; None = no check."""
         checks, self._checks_of_step = self._checks_of_step, []
         if not checks:
             return None
@@ -153,7 +152,7 @@ class SharedArguments:
         return torch.cat([check.bounds[0] != ~check.bounds[1] for check in checks]).any()
 
     def drop_step(self) -> None:
-        """Exclude this step's comparisons from `end_step`; differences still raise errors later."""
+        """Exclude this step's comparisons from the result of `end_step`; later errors remain."""
         self._checks_of_step = []
 
     def raise_pending_errors(self) -> None:

@@ -24,7 +24,7 @@ from moecore.parallel.mesh import (
 
 
 def start_default_group() -> None:
-    """Initialise the default process group, with NCCL if a GPU is available, unless it exists."""
+    """Initialise the default process group, unless it exists; with NCCL if a GPU is available."""
     if not dist.is_initialized():
         start_process_group(_get_device_type())
 
@@ -32,9 +32,9 @@ def start_default_group() -> None:
 def choose_meshes(expert_counts: Iterable[int]) -> Meshes:
     """Build the dense and the expert mesh over all ranks, with the largest possible ep. Collective.
 
-    `expert_counts` has the number of experts of each MoE layer. ep is the largest number that
-    divides all of them and the ranks of a host (or of an NVLink domain). Example: 6 experts on a
-    host of 4 ranks have ep 2 and edp_shard 2. A model without MoE layers has ep 1.
+    `expert_counts` has each MoE layer's number of experts. The degree ep is the largest common
+    divisor of these numbers and of the number of ranks of a host (or NVLink domain). Example: 6
+    experts and hosts of 4 ranks give ep 2. A model without MoE layers has ep 1.
     """
     domain, place = _count_domain_ranks()
     counts = sorted(set(expert_counts))

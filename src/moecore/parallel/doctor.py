@@ -53,7 +53,7 @@ MAX_ERROR_CHARS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """Measurements of one rank, its GPU and its host: bytes, seconds, and bytes per second."""
+    """Measurements of one rank, its GPU and its host, in bytes, seconds and bytes per second."""
 
     host: str  # an id of the running operating system, equal on all ranks of a host
     name: str  # of the host, for messages
@@ -77,7 +77,7 @@ class RankFacts:
 
 
 def find_problems(facts: Sequence[RankFacts]) -> list[str]:
-    """Return one line per problem of a job's hosts; `facts[i]` has the measurements of rank i."""
+    """Return one line of text per problem of a job's hosts; `facts[i]` was measured by rank i."""
     finders = _find_differences, _find_host_problems, _find_rank_problems, _find_link_problems
     return [line for find_lines in finders for line in find_lines(facts)]
 
@@ -231,7 +231,7 @@ def _format_gib(num_bytes: int) -> str:
 
 
 def run_doctor(args: Any) -> int:
-    """Print problems of this job's hosts; return the exit status, 0 or 1. Collective."""
+    """Print the problems of this job's hosts; return 1 if any, otherwise 0. Collective."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     rule = f"ranks must find each other within {args.timeout} s"
     with _convert_collective_errors(rule), _discard_stderr_on_error():

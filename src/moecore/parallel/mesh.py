@@ -122,12 +122,12 @@ class Meshes:
         parallel: the resolved degrees (no -1).
         dense: mesh of attention, norms, embeddings, routers and shared experts.
         expert: mesh of the routed experts.
-        dense_fsdp: axes (dp_replicate, dp_shard x cp) that replicate and shard dense parameters.
-            A dp_replicate of 1 is omitted. With cp > 1 the sharding axis is named dp_shard_cp.
+        dense_fsdp: axes (dp_replicate, dp_shard x cp) that replicate and shard dense parameters. A
+            dp_replicate of 1 is omitted. With cp > 1 the sharding axis is named dp_shard_cp.
         expert_fsdp: axes (edp_replicate, edp_shard) for experts. An edp_replicate of 1 is omitted.
         dispatch_group: the ep x etp ranks that exchange tokens, ep-major; None = one rank.
         micro_batch_group: the cp x tp ranks of one data rank's micro-batch; None = one rank.
-        ranks_per_domain: number of consecutive ranks with access to each other's memory.
+        ranks_per_domain: number of consecutive ranks in an NVLink domain or on a host.
         stage_group: all ranks of this pipeline stage.
         pipeline_groups: two communicators of the ranks that differ only in pp, one for messages to
             higher ranks and one for messages to lower ranks, so both overlap. None if pp is 1.
@@ -195,8 +195,8 @@ def build_meshes(
 ) -> Meshes:
     """Build the dense and the expert mesh over all ranks of the default process group.
 
-    If the process group does not exist, the function starts it from torchrun's environment, or with
-    this process as the only rank. Collective: every rank must pass the same arguments.
+    If no process group exists, one is initialised from torchrun's environment, or with this process
+    as the only rank. Collective: every rank must pass the same arguments.
 
     Args:
         parallel: the degrees; -1 = the world size divided by the mesh's other degrees.
@@ -264,8 +264,8 @@ def _resolve_ranks_per_domain(ranks_per_domain: int | None, world_size: int) -> 
 def count_ranks_per_fabric(local_fabric: str | None) -> int | None:
     """Return the largest n for which each group of n consecutive ranks is in one NVLink domain.
 
-    `local_fabric` is the id of the NVLink domain across hosts of this rank's GPU. If it is None on
-    any rank, the result is None. Domains of 72 and 56 ranks return 8. Collective.
+    `local_fabric` is the id of the multi-host NVLink domain of this rank's GPU. If any rank has no
+    such domain (None), the result is None. Domains of 72 and 56 ranks give 8. Collective.
     """
     names = gather_objects(local_fabric)
     if None in names:
@@ -289,7 +289,7 @@ def make_domain_groups(meshes: Meshes) -> DomainGroups:
 
 
 def check_dispatch_domains(meshes: Meshes) -> None:
-    """Raise a ValueError unless the ep * etp dispatch ranks are >= 2 domains of >= 2 ranks."""
+    """Raise a ValueError unless dispatcher "hierarchical" can split ep * etp ranks into domains."""
     p, domain_size = meshes.parallel, meshes.ranks_per_domain
     relation = None
     if domain_size == 1 or p.ep * p.etp <= domain_size:
@@ -317,7 +317,7 @@ def make_context_groups(meshes: Meshes, cp: int) -> tuple[dist.ProcessGroup, dis
 def split_context_group(
     meshes: Meshes, cp: int, inner_size: int
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Split groups of `cp` ranks into inner groups of consecutive ranks and outer. Collective."""
+    """Return the inner cp group (`inner_size` consecutive ranks) and the outer. Collective."""
     tp, size = meshes.parallel.tp, dist.get_world_size()
     sizes = (size // (cp * tp), cp // inner_size, inner_size, tp)
     view = _make_mesh(meshes.device_type, sizes, ("data", "cp_outer", "cp_inner", "tp"))
@@ -325,7 +325,7 @@ def split_context_group(
 
 
 def make_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return `group` if it has a CPU backend, or a new gloo group of its ranks. Collective."""
+    """Return `group` if it has a CPU backend, otherwise a gloo group of its ranks. Collective."""
     if has_cpu_backend(group):
         return group
     result: dist.ProcessGroup = dist.new_group(
@@ -361,8 +361,8 @@ def _make_mesh(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...])
 def start_process_group(device_type: str, timeout: timedelta | None = None) -> None:
     """Initialise the default process group, of one rank if torchrun's RANK is not set.
 
-    "cuda" also makes GPU LOCAL_RANK the current device. `timeout` None = torch's default. Raises a
-    ValueError if the launcher's variables are out of range, or WORLD_SIZE differs between ranks.
+    With "cuda", GPU number LOCAL_RANK becomes the current device. `timeout` None = torch's default.
+    Raises a ValueError if a launcher's variable is out of range, or WORLD_SIZE differs on ranks.
     """
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda":
@@ -381,7 +381,7 @@ def start_process_group(device_type: str, timeout: timedelta | None = None) -> N
 def read_launcher_number(
     name: str, default: int, *, min_value: int = 1, max_value: int = 2**31 - 1
 ) -> int:
-    """Return a launcher's variable as an int, or `default`; ValueError if out of range."""
+    """Return an environment variable as an int, or `default`; ValueError if out of range."""
     text = os.environ.get(name)
     if text is None:
         return default

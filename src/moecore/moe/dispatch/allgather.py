@@ -26,7 +26,7 @@ from moecore.moe.records import Dispatcher, ExpertInput, Routing
 
 
 class AllGatherDispatcher(Dispatcher):
-    """All-gathers the tokens of all ranks of the group, padded with rows that no expert reads."""
+    """Dispatcher that all-gathers all tokens of a group; experts read only the routed rows."""
 
     waits_on_host = True
 
@@ -36,9 +36,9 @@ class AllGatherDispatcher(Dispatcher):
         self.layer_check = LayerCheck(placement.group, placement.layer)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Return the tokens of all ranks as source rows, padded to equal numbers per rank.
+        """All-gather tokens, padded to an equal number per rank, as source rows of the experts.
 
-        Four collectives and one host sync. With `routing.pad` only the first call has a host sync.
+        4 collectives and one host sync; with `routing.pad` only the first call has a host sync.
         """
         p, T = self.placement, x_TD.shape[0]
         if routing.pad:
@@ -66,5 +66,5 @@ class AllGatherDispatcher(Dispatcher):
         return ExpertInput(Rows(rows_SD), index, T)
 
     def combine(self, y_SD: Tensor, plan: int) -> Tensor:
-        """Reduce-scatter the partial sums y_SD in fp32, and return y_TD of this rank's T tokens."""
+        """Reduce-scatter the partial sums y_SD in fp32; return y_TD of T = `plan` local tokens."""
         return reduce_scatter_rows(y_SD, self.placement.group, self.pairs)[:plan]

@@ -51,7 +51,7 @@ from moecore.moe.records import Dispatcher, ExpertInput, Routing, UnsummedRows
 
 @dataclass(frozen=True, slots=True)
 class AllToAllPlan:
-    """Record of a dispatch, which `combine` reads: where each token was sent, and rows per rank."""
+    """Record of a dispatch for `combine`: the sent rows of each token, and rows per rank."""
 
     token_ids_M: Tensor  # int32, token of each sent row, ordered by destination and then by token
     slots_TG: Tensor  # int32, sent row of each token and destination; -1 = not sent to this rank
@@ -61,7 +61,7 @@ class AllToAllPlan:
 
 
 class ReceivedRows(NamedTuple):
-    """Rows that a rank received, the K physical expert ids and weights of each row, and a plan."""
+    """The rows that a rank received, K physical expert ids and weights per row, and the plan."""
 
     rows: Rows  # differentiable, as the weights are
     ids_SK: Tensor
@@ -70,7 +70,7 @@ class ReceivedRows(NamedTuple):
 
 
 class TokenExchange:
-    """Sends each token once to every rank of a group that needs it, and sums the returned rows."""
+    """Sends each token once to every rank of a group that needs it; sums the returned rows."""
 
     def __init__(self, group: dist.ProcessGroup, layer: tuple[int, str], wire: Wire) -> None:
         self.group, self.wire = group, wire
@@ -86,10 +86,10 @@ class TokenExchange:
         *,
         balanced_counts: tuple[int, int],
     ) -> tuple[ReceivedRows, int]:
-        """Send rows; return received rows, and the number of choices for this rank's experts.
+        """Send rows; return received rows, and the number of (token, local expert) pairs.
 
-        `pairs` runs another micro-batch meanwhile. On meta, `balanced_counts` replaces received
-        counts: rows from each rank, and choices for local experts. One host sync.
+        `pairs` runs another micro-batch during the exchange. On meta, `balanced_counts` replaces
+        the received counts (rows from each rank, pairs). One host sync.
         """
         # In a pair the rows are gathered before the other side computes. M is then the maximum:
         # rows after the sent rows are uninitialised and not read.
@@ -127,7 +127,7 @@ class TokenExchange:
         rows_per_rank: int,
         pairs: Pairs | None,
     ) -> ReceivedRows:
-        """Send every rank `rows_per_rank` rows: its tokens, then padding. Return received rows.
+        """Send every rank `rows_per_rank` rows, tokens and then padding; return received rows.
 
         Args:
             is_sent_GT: bool [G, T], whether token t is sent to rank g; at most `rows_per_rank`
@@ -207,13 +207,13 @@ class AllToAllDispatcher(Dispatcher):
         self.layer_check = self._exchange.layer_check
 
     def has_spare_rows(self, *, pads: bool) -> bool:
-        """Whether buffers have unused rows: only if rows are padded to the experts' capacity."""
+        """Return `pads`: only buffers that are padded to the experts' capacity have unused rows."""
         return pads
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Send tokens to experts' ranks; return the experts' input. 3 collectives, one host sync.
+        """Send tokens to experts' ranks; return the experts' input. 3 collectives.
 
-        With `routing.pad` only the first call has a host sync.
+        One host sync; with `routing.pad` only the first call has a host sync.
         """
         p, (T, K), ids_TK = self.placement, routing.expert_ids_TK.shape, routing.destinations_TK
         self._exchange.wire.check_dim(x_TD.shape[1])
@@ -239,7 +239,7 @@ class AllToAllDispatcher(Dispatcher):
         return ExpertInput(*parts, receiver=source.plan.receiver)
 
     def prepare_send_order(self, ids_TK: Tensor, encoded_layer: int) -> SendOrder:
-        """Sort tokens by destination rank; return the order of the rows to send, and row counts."""
+        """Return the order of the rows to send, sorted by destination rank, and counts per rank."""
         p, (T, K) = self.placement, ids_TK.shape
         owned_PTK = mask_choices_by_block(ids_TK, p.num_physical, p.ep)
         num_rows = T * min(p.ep, K) * p.etp

@@ -23,7 +23,7 @@ TensorCollective = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
 class EqualTokenCounts:
-    """Checks that all ranks have the same number of tokens, which static shapes require."""
+    """Checks that all ranks have equal numbers of tokens, which padded exchanges require."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -32,7 +32,7 @@ class EqualTokenCounts:
     def check_num_tokens(self, num_tokens: int, device: torch.device) -> None:
         """Raise ValueError if `num_tokens` differs between ranks. Collective.
 
-        Only the first call has a host sync. Later calls assert on the device.
+        The first call synchronises the host; later calls assert on the device.
         """
         # Every forward compares, because collectives of unequal sizes hang, abort or mix up rows.
         # After the first call, the device asserts equality before rows are sent.
@@ -58,8 +58,8 @@ class EqualTokenCounts:
 class LayerCheck:
     """Checks that ranks exchange tokens of the same layer, by a number that each rank sends.
 
-    `layer` is the layer's number and name. If `joins` is True, this rank does not run the layer,
-    but exchanges zero tokens. `is_skipped` is True if no rank ran the layer in the last exchange.
+    `layer` is the layer's number and name. If `joins` is True, this rank exchanges zero tokens for
+    a layer that it skips. `is_skipped` is True if all ranks skipped the layer in the last exchange.
     """
 
     def __init__(self, group: dist.ProcessGroup, layer: tuple[int, str]) -> None:
@@ -67,7 +67,7 @@ class LayerCheck:
         self.joins = self.is_skipped = False
 
     def encode_layer(self, x_TD: Tensor) -> int:
-        """Return an int that encodes layer, dtype of `x_TD`, grad mode and the flag `joins`."""
+        """Return an int that encodes layer number, dtype of `x_TD`, grad mode and `joins`."""
         dtype = DTYPES.index(x_TD.dtype) if x_TD.dtype in DTYPES else len(DTYPES)
         return self._layer << 6 | dtype << 2 | torch.is_grad_enabled() << 1 | self.joins
 
@@ -144,14 +144,14 @@ def exchange_with_grad(
 def list_outputs_without_grad(
     outputs: Sequence[Tensor | None], needs_grad: Sequence[bool]
 ) -> list[Tensor]:
-    """Return the outputs whose entry of `needs_grad` (`ctx.needs_input_grad`) is False."""
+    """Return the outputs at whose index `needs_grad` (`ctx.needs_input_grad`) is False."""
     return [y for y, need in zip(outputs, needs_grad, strict=False) if y is not None and not need]
 
 
 def drop_unneeded_grads(
     grads: Sequence[Tensor | None], needs_grad: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Return the gradients, with None where `ctx.needs_input_grad` is False."""
+    """Return the gradients, with None where `needs_grad` (`ctx.needs_input_grad`) is False."""
     return [grad if need else None for grad, need in zip(grads, needs_grad, strict=False)]
 
 
@@ -164,7 +164,7 @@ def run_collectives(
     may_overlap: bool = False,
     **arguments: Any,
 ) -> None:
-    """Run `collective(out, x, **arguments)` concurrently for each output and input, if not None."""
+    """Run `collective(output, input, **arguments)` for each pair, concurrently; skip None."""
     starts = [
         partial(collective, out, x.contiguous(), **arguments)
         for out, x in zip(outputs, inputs, strict=True)
@@ -218,14 +218,14 @@ def all_gather_tensors(
 
 
 def all_gather_rows(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather C rows of each of G ranks, with equal C, to [G * C, ...]. Differentiable."""
+    """All-gather C rows of each of G ranks to [G * C, ...]; all C are equal. Differentiable."""
     return all_gather_tensors((x_C,), group)[0]
 
 
 def reduce_scatter_rows(
     y_S: Tensor, group: dist.ProcessGroup, pairs: Pairs | None = None
 ) -> Tensor:
-    """Reduce-scatter blocks of C rows to [C, ...], in fp32, in rank order. Backward all-gathers."""
+    """Reduce-scatter [G * C, ...] to [C, ...], in fp32, in rank order. Backward all-gathers."""
     options: Any = dict(group=group, pairs=pairs)
     gather, add = partial(_gather_from_ranks, **options), partial(_sum_over_ranks, **options)
     return exchange_tensors((y_S,), add, gather)[0]  # type: ignore[no-any-return]

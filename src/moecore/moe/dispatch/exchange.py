@@ -38,13 +38,13 @@ CLONE_KINDS = ("transfer of clones' weights", "sum of clones' gradients")
 
 
 class ExchangeError(RuntimeError):
-    """An exchange of rows between ranks, or the buffer of saved rows, failed on this rank.
+    """Raised if a buffer of rows was too small, or a rank missed the timeout of an exchange.
 
     Attributes:
-        row_factor: the smallest sufficient `NVLinkOptions.row_factor` for this rank's expert rows;
+        row_factor: smallest `NVLinkOptions.row_factor` with space for this rank's expert rows;
             None = expert rows were not the cause.
-        stash_factor: the smallest sufficient `StashOptions.factor` for this rank's saved rows; None
-            = saved rows were not the cause. If both are None, a rank was late.
+        stash_factor: smallest `StashOptions.factor` with space for the rows that this rank saves
+            for backward; None = these were not the cause. Both None = a rank was late.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ExchangeError(RuntimeError):
 
 
 class ExchangeMap(NamedTuple):
-    """Record of a dispatch: the ranks of each token, and the rows of each received token."""
+    """Record of a dispatch: the ranks that received each token, and the rows of each source row."""
 
     peers_T: Tensor  # int64, bit g of each local token: rank g received the token
     places_S: Tensor  # int32, the index of the source row itself; -1 = a hole
@@ -65,10 +65,7 @@ class ExchangeMap(NamedTuple):
 def raise_if_rank_missed_timeout(
     buffer: PeerBuffer, group: dist.ProcessGroup, operation_names: Sequence[str]
 ) -> None:
-    """Raise `ExchangeError` if the host knows that a rank missed the buffer's timeout.
-
-    No host sync.
-    """
+    """Raise `ExchangeError` if the device has reported a missed timeout to the host."""
     # The error stays until `ExchangePool.close` and new buffers, because the operations that the
     # late rank missed are unknown. Until then no operation waits for any rank.
     error = int(buffer.report[ERROR_WORD])
@@ -84,10 +81,10 @@ def raise_if_rank_missed_timeout(
 
 
 class Exchange:
-    """The operations that send rows by stores into the memory of peer ranks. No host sync.
+    """Sends rows by kernels that store into the memory of peer ranks. No host sync.
 
-    All ranks of the group run the same operations in the same order, in one stream or in streams
-    that wait for each other. `balanced_rows` is the number of expert rows of a rank with even loads
+    All ranks of the group must call the same methods in the same order, on one stream or on streams
+    that wait for each other. `balanced_rows` is the number of expert rows per rank with even loads
     and the maximum number of tokens.
     """
 
@@ -121,7 +118,7 @@ class Exchange:
     def dispatch_rows(self, x_TD: Tensor, row_map: ExchangeMap, num_rows: int) -> Tensor:
         """Send row t of x_TD to the ranks that received token t in the dispatch of `row_map`.
 
-        Returns `num_rows` rows. Received row s is written to each row `row_map.slots_SN[s, i]`.
+        Returns a tensor of `num_rows` rows: received row s is copied to all rows `slots_SN[s]`.
         """
         self._change_slot_state(SlotEvent.OPERATION)
         return kernels.dispatch_rows(self.buffer, x_TD.contiguous(), *row_map, num_rows)
@@ -134,9 +131,9 @@ class Exchange:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the sum [T, D] of each token's rows on all ranks that received the token.
 
-        `row_map.slots_SN[s]` has the rows of received row s. With the gradients of expert rows'
-        weights [R] and the expert row of each received row's choice [S, K], the gradients of
-        routing weights [T, K] are also returned, otherwise None.
+        `row_map.slots_SN[s]` has the rows of y_RD for received row s. `grads_and_slots` has the
+        gradient of each expert row's weight [R], and the expert row of each choice [S, K]. With it,
+        the gradients of routing weights [T, K] are also returned, otherwise None.
         """
         if grads_and_slots is not None:
             grads_and_slots = (grads_and_slots[0].contiguous(), grads_and_slots[1])
@@ -144,10 +141,7 @@ class Exchange:
         return kernels.combine_rows(self.buffer, y_RD.contiguous(), *row_map, grads_and_slots)
 
     def can_copy(self) -> bool:
-        """Whether `start_copies` may begin: all ranks have read the last sums.
-
-        Equal on all ranks.
-        """
+        """Whether `start_copies` may be called: all ranks have read the last sums."""
         return self.layout.sums_slot and SlotEvent.COPY in copies.TRANSITIONS[self._slot]
 
     def _change_slot_state(self, event: SlotEvent) -> None:
@@ -155,7 +149,7 @@ class Exchange:
         self._slot = copies.TRANSITIONS[self._slot][event]
 
     def start_copies(self, sums_SD: Tensor) -> None:
-        """Start copies of sums [S, D] to tokens' ranks; `finish_copies` must precede a free."""
+        """Start to copy sums [S, D] to tokens' ranks; do not free them before `finish_copies`."""
         self._change_slot_state(SlotEvent.COPY)
         with use_stream(self._get_ordered_copy_stream(sums_SD)):
             self._copy_sums(sums_SD)
@@ -163,7 +157,7 @@ class Exchange:
     def finish_copies(
         self, sums_SD: Tensor, row_map: ExchangeMap, grads_and_slots: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Make the current stream wait for all copies; return `combine_rows` of the copied sums."""
+        """Wait on the current stream for all copies; return `combine_rows` of the copied sums."""
         self._wait_for_stream(sums_SD)
         self._change_slot_state(SlotEvent.READ)
         return self._reduce_copies(sums_SD, row_map, grads_and_slots)
@@ -193,7 +187,7 @@ class Exchange:
         return kernels.combine_rows(self.buffer, sums_SD, *places, grads_and_slots, has_sums=True)
 
     def limit_rows(self, offsets_e: Tensor, max_rows: int) -> Tensor:
-        """Return experts' row ends `offsets_e` clamped to `max_rows`; record the needed rows."""
+        """Return experts' row end offsets, clamped to `max_rows`; record how many were needed."""
         return kernels.limit_rows(offsets_e, max_rows, self.buffer.state, self.buffer.report)
 
     @property
@@ -204,12 +198,12 @@ class Exchange:
         return ShortageCounters(state, report, self.balanced_rows)
 
     def raise_if_rank_late(self) -> None:
-        """Raise `ExchangeError` if the host sees that a rank missed the timeout. No host sync."""
+        """Raise `ExchangeError` if the host knows that a rank missed the timeout. No host sync."""
         raise_if_rank_missed_timeout(self.buffer, self.group, KINDS)
 
 
 class MetaExchange(Exchange):
-    """An exchange on the meta device, for dry runs: it records launches and bytes only."""
+    """An `Exchange` on the meta device, for dry runs: only records launches and bytes."""
 
     _tokens_per_peer = 0  # tokens sent to each other rank with even loads
 
@@ -271,7 +265,7 @@ class MetaExchange(Exchange):
 
 
 class CloneExchange:
-    """Sends weights and gradients of clones (copies of experts) by stores into peers' memory."""
+    """Sends weights and gradients of clones (expert copies) by stores into peers' memory."""
 
     def __init__(self, buffer: CloneBuffer, group: dist.ProcessGroup) -> None:
         self.buffer, self.group = buffer, group
@@ -280,25 +274,22 @@ class CloneExchange:
         self._gather_places = ClonePlaces(experts_N=experts_N, num_clones=G, num_local=1)
 
     def all_gather_row(self, row_1E: Tensor) -> Tensor:
-        """All-gather a row [1, E] of each of G ranks to [G, E], by stores into peers' memory."""
+        """All-gather row [1, E] of each of G ranks to [G, E], by stores into peers' memory."""
         (rows_GE,) = self.fetch_clone_weights([row_1E], self._gather_places)
         return rows_GE
 
     def fetch_clone_weights(self, tensors: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
-        """Send experts' weights [e, ...] to their copies; return this rank's copies [c, ...].
-
-        The copy in an empty slot is 0.
-        """
+        """Send experts' weights [e, ...] to clones; return [c, ...], 0 in slots without a clone."""
         return [clone_kernels.fetch_clones(self.buffer, tensor, places) for tensor in tensors]
 
     def add_clone_grads_(self, grads: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
-        """Add gradients of expert copies to the gradients of their experts; return [e, ...].
+        """Add clones' gradients to the gradients of their experts; return [e, ...].
 
-        Each of `grads` is [e + c, ...]: this rank's e experts, then its c slots for copies.
+        Each of `grads` is [e + c, ...]: this rank's e experts, then its c slots for clones.
         """
         add_ = clone_kernels.add_clone_grads_
         return [add_(self.buffer, grad.contiguous(), places) for grad in grads]
 
     def raise_if_rank_late(self) -> None:
-        """Raise `ExchangeError` if the host sees that a rank missed the timeout. No host sync."""
+        """Raise `ExchangeError` if the host knows that a rank missed the timeout. No host sync."""
         raise_if_rank_missed_timeout(self.buffer, self.group, CLONE_KINDS)

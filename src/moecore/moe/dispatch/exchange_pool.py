@@ -38,12 +38,11 @@ FEW_PROGRAMS = 64  # with fewer programs, receiving takes longer than sending
 
 
 class ExchangePool(BufferOwner):
-    """Owns the buffers (`Exchange`) through which a model's layers send rows into peers' memory.
+    """Owns the buffers (`Exchange`) through which a model's layers store rows into peers' memory.
 
-    `group` has the ranks that exchange rows, and `ep` is the number of blocks into which experts
-    are divided. With `fp8`, rows are sent as FP8. A kernel launch has `num_programs` programs, None
-    = one per SM. If `is_required` is False, an all-to-all sends rows that kernels cannot store to
-    peers.
+    `group` has the ranks that exchange rows; `ep` is the number of blocks into which experts are
+    divided. With `fp8`, rows are sent as FP8. A kernel launch has `num_programs` programs;
+    None = one per SM. If not `is_required`, an all-to-all sends rows that kernels cannot store.
     """
 
     option = "NVLinkOptions.row_factor"
@@ -69,16 +68,16 @@ class ExchangePool(BufferOwner):
 
     @property
     def capacity_factor(self) -> float | None:
-        """The capacity of expert rows divided by the rows of even loads; None = unlimited."""
+        """Capacity of the expert rows divided by their number with even loads; None = unlimited."""
         return None if self.options.row_factor == "exact" else self.options.row_factor
 
     @property
     def shortages(self) -> tuple[ShortageCounters, ...]:
-        """Counters of expert rows above the capacity, for each exchange of token rows."""
+        """Counters of expert rows above the capacity, one per exchange of token rows."""
         return tuple(exchange.shortage for exchange in self.token_exchanges)
 
     def set_capacity_factor(self, capacity_factor: float) -> None:
-        """Set `NVLinkOptions.row_factor` of later dispatches, without new buffers."""
+        """Set `NVLinkOptions.row_factor` of later dispatches; buffers are not reallocated."""
         self.options = replace(self.options, row_factor=capacity_factor)
         for exchange in self.token_exchanges:
             exchange.options = self.options
@@ -94,10 +93,10 @@ class ExchangePool(BufferOwner):
         )
 
     def get_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
-        """Return the exchange for `top_k` choices per token, and rows of x_TD's width and dtype.
+        """Return the exchange for `top_k` experts per token, and rows of x_TD's width and dtype.
 
-        Collective at the first use. Raises ValueError for rows that kernels cannot store to peers,
-        and for tokens above the capacity in a step that is not rerun.
+        The first use allocates (collective). Raises ValueError for rows that kernels cannot store
+        to peers, and for more tokens than the capacity unless the step will be repeated.
         """
         problem = find_unsendable_row_problem(x_TD)
         if problem is not None:
@@ -121,10 +120,7 @@ class ExchangePool(BufferOwner):
         return exchange
 
     def get_clone_exchange(self, device: torch.device) -> CloneExchange:
-        """Return the exchange of clones (expert copies).
-
-        Collective at first use, which allocates.
-        """
+        """Return the exchange of clones (expert copies); the first call allocates. Collective."""
         if self._clones is None:
             self._clones = self._make_clone_exchange(device)
         self._clones.raise_if_rank_late()
@@ -132,17 +128,17 @@ class ExchangePool(BufferOwner):
 
     @property
     def token_exchanges(self) -> tuple[Exchange, ...]:
-        """All allocated exchanges of token rows, without the exchange of expert copies (clones)."""
+        """All allocated exchanges of token rows, without the exchange of clones (expert copies)."""
         return tuple(self._entries.values())
 
     @property
     def planned_bytes(self) -> int:
-        """Bytes that buffers would have on a GPU, for the forwards that ran on the meta device."""
+        """Bytes of the buffers that a GPU would need for the forwards that ran on meta."""
         return sum(exchange.layout.num_bytes for exchange in self._meta_entries.values())
 
     @property
     def all_exchanges(self) -> tuple[Any, ...]:
-        """All allocated exchanges: of token rows and, if used, of expert copies (clones)."""
+        """All allocated exchanges: of token rows and, if used, of clones (expert copies)."""
         return (*self.token_exchanges, *([] if self._clones is None else [self._clones]))
 
     def raise_reported_errors(self, *, includes_shortages: bool = True) -> None:
@@ -158,14 +154,14 @@ class ExchangePool(BufferOwner):
                 torch.cuda.synchronize(resource.buffer.state.device)
 
     def close(self) -> None:
-        """Raise pending errors and free all buffers. Collective. `get_exchange` allocates again."""
+        """Free all buffers and raise pending errors. Collective. `get_exchange` reallocates."""
         try:
             self.wait_and_raise_errors()
         finally:
             self.free_buffers()
 
     def free_buffers(self) -> None:
-        """Free all buffers, without raising errors. Collective."""
+        """Free all buffers, and raise no error. Collective."""
         if self.all_exchanges:
             self.wait_for_reports()
             dist.barrier(self.group)  # no rank frees memory that other ranks still access
@@ -237,8 +233,8 @@ class ExchangePool(BufferOwner):
 class TokenCapacity(BufferOwner):
     """The capacity of a pool's buffers, in tokens of one rank and forward.
 
-    A longer forward sends only its first tokens, and the step is repeated with larger buffers. If
-    the step cannot be repeated, `get_exchange` raises ValueError instead.
+    A forward with more tokens sends only its first tokens, and the step is repeated with larger
+    buffers. If the step cannot be repeated, `get_exchange` raises ValueError instead.
     """
 
     option = "NVLinkOptions.max_tokens"
@@ -249,7 +245,7 @@ class TokenCapacity(BufferOwner):
 
     @property
     def capacity_factor(self) -> float | None:
-        """The capacity in tokens, 1 if unknown; None = a forward with more tokens raises."""
+        """Capacity in tokens, 1 if unknown; None = a forward with more tokens raises an error."""
         if self._pool.capacity_factor is None:
             return None
         sizes = (exchange.layout.max_tokens for exchange in self._pool.token_exchanges)
@@ -261,7 +257,7 @@ class TokenCapacity(BufferOwner):
         return () if self._shortage is None else (self._shortage,)
 
     def record_token_excess(self, num_tokens: int) -> bool:
-        """Record that a forward has too many tokens, `num_tokens`; return whether it is rerun."""
+        """Record a forward with too many tokens, `num_tokens`; return whether the step reruns."""
         if self.watch != "reruns":
             return False
         if self._shortage is None:
@@ -274,10 +270,7 @@ class TokenCapacity(BufferOwner):
         return True
 
     def set_capacity_factor(self, capacity_factor: float) -> None:
-        """Free the buffers. The next buffers have a capacity of `capacity_factor` tokens.
-
-        Collective.
-        """
+        """Free the buffers; new buffers have a capacity of `capacity_factor` tokens. Collective."""
         self._pool.options = replace(self._pool.options, max_tokens=math.ceil(capacity_factor))
         self._pool.free_buffers()
 
@@ -289,7 +282,7 @@ class TokenCapacity(BufferOwner):
         )
 
     def wait_for_reports(self) -> None:
-        """Return at once, because the host knows the number of tokens."""
+        """Do nothing, because the host knows the number of tokens."""
 
 
 def find_unsendable_row_problem(x_TD: Tensor) -> str | None:
@@ -312,7 +305,7 @@ def _raise_if_capturing_graph() -> None:
 
 
 def split_programs(num_programs: int) -> dict[str, int]:
-    """Return {`ExchangeLayout` field: number}: how a launch divides its programs into two roles."""
+    """Return `ExchangeLayout` fields: how many of a launch's programs push and receive rows."""
     is_small = num_programs < FEW_PROGRAMS
     push = max(1, num_programs * 5 // 12) if is_small else num_programs // 2
     return dict(num_push=push, num_receive=num_programs - push, rounds=16 if is_small else 8)

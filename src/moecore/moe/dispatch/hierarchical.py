@@ -34,7 +34,7 @@ from moecore.moe.records import Dispatcher, ExpertInput, Routing
 
 @dataclass(frozen=True, slots=True)
 class HierarchicalPlan:
-    """Record of one dispatch, which `combine` reads: the records of the two levels of dispatch."""
+    """Record of one dispatch for `combine`: the records of both levels of dispatch."""
 
     across: AllToAllPlan
     inside: Any
@@ -42,10 +42,10 @@ class HierarchicalPlan:
 
 
 class HierarchicalDispatcher(Dispatcher):
-    """Sends each token once to every domain that owns one of its experts, then to the ranks.
+    """Sends each token once to every domain that owns one of its experts, then to ranks inside.
 
     A domain is a set of ranks with fast links. `inner_dispatcher` dispatches in this rank's domain.
-    `cross_domain_group` has one rank of each domain: the ranks with this rank's index.
+    `cross_domain_group` has one rank per domain: the ranks with this rank's index in the domain.
     """
 
     waits_on_host = True
@@ -65,19 +65,18 @@ class HierarchicalDispatcher(Dispatcher):
 
     @property
     def layer_check(self) -> LayerCheck | None:
-        """The check that ranks run the same layer; None if the inner dispatcher has no check."""
+        """The check that ranks run the same layer; None if `inner_dispatcher` has no such check."""
         inner: LayerCheck | None = getattr(self._inside, "layer_check", None)
         return None if inner is None else self._across.layer_check
 
     def has_spare_rows(self, *, pads: bool) -> bool:
-        """As `Dispatcher.has_spare_rows`, for the inner dispatcher, whose ranks are one domain."""
+        """Return the value of `inner_dispatcher`, see `Dispatcher.has_spare_rows`."""
         return self._inside.has_spare_rows(pads=pads)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Send tokens to domains, then to ranks inside the domain; return the experts' input.
 
-        Across domains there are 3 collectives and one host sync; with `routing.pad`, only the first
-        call has a host sync.
+        Across domains: 3 collectives, and one host sync (with `routing.pad` only the first call).
         """
         (T, K), ids_TK = routing.expert_ids_TK.shape, routing.destinations_TK
         num_experts, H = self.domain.num_domain_experts, self._across.group.size()
@@ -102,7 +101,7 @@ class HierarchicalDispatcher(Dispatcher):
         return ExpertInput(*parts, receiver=inp.receiver)
 
     def prepare_send_order(self, ids_TK: Tensor, encoded_layer: int) -> SendOrder:
-        """Sort tokens by domain; return the order of the rows to send to domains, and counts."""
+        """Return the order of the rows to send, sorted by domain, and counts per domain."""
         (T, K), H = ids_TK.shape, self._across.group.size()
         return build_send_order(
             mask_choices_by_block(ids_TK, self.domain.num_domain_experts, H),
@@ -142,6 +141,6 @@ class HierarchicalDispatcher(Dispatcher):
         return inp
 
     def combine(self, y_SD: Any, plan: HierarchicalPlan) -> Tensor:
-        """Sum y_SD inside each domain, send sums to tokens' ranks; return their fp32 sum, y_TD."""
+        """Sum y_SD inside each domain, send sums to tokens' ranks; return y_TD, summed in fp32."""
         y_AD = self._inside.combine(y_SD, plan.inside)[: plan.num_arrived]
         return self._across.return_sums(y_AD, plan.across, self.pairs)

@@ -29,7 +29,7 @@ from moecore.moe.records import Dispatcher, ExpertInput, Routing
 
 
 class LocalDispatcher(Dispatcher):
-    """The dispatcher of a rank that owns all experts. It communicates nothing."""
+    """The dispatcher of a rank that owns all experts: no communication."""
 
     waits_on_host = can_alternate = False
 
@@ -55,7 +55,7 @@ class LocalDispatcher(Dispatcher):
 
 
 class ChoiceDispatcher:
-    """Dispatches each choice of an expert as a token, by `inner`: sums do not depend on ep."""
+    """Dispatches each (token, expert) pair as one token, so that sums do not depend on ep."""
 
     def __init__(self, inner: Dispatcher, num_choices: int) -> None:
         self.inner, self.num_choices = inner, num_choices
@@ -74,7 +74,7 @@ class ChoiceDispatcher:
         self.inner.pairs = pairs
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Dispatch the T * K choices as tokens with one choice each; return the experts' input."""
+        """Dispatch T * K (token, expert) pairs as tokens with one expert; return experts' input."""
         K = self.num_choices
         mask_T, physical_TK = routing.padding_mask_T, routing.physical_TK
         by_choice = replace(
@@ -89,7 +89,7 @@ class ChoiceDispatcher:
         return self.inner.dispatch(x_TD[:, None].expand(-1, K, -1).flatten(0, 1), by_choice)
 
     def combine(self, y_SD: Any, plan: Any) -> Tensor:
-        """Return the sum over each token's K choices, added in order in fp32 and rounded once."""
+        """Return each token's sum over its K experts, added in order in fp32 and rounded once."""
         y_TKD = self.inner.combine(y_SD, plan).unflatten(0, (-1, self.num_choices))
         wide = torch.promote_types(y_TKD.dtype, torch.float32)
         first, *rest = y_TKD.to(wide).unbind(1)

@@ -82,8 +82,8 @@ def _find_local_nccl_ep_problem(device_type: str) -> str | None:
 class EPGroups:
     """The NCCL EP groups that the layers of a model share, and their communicator.
 
-    All ranks of `group` together allocate them at first use, and `close` frees them. A domain has
-    `ranks_per_domain` ranks, which are connected by NVLink.
+    All ranks of `group` together allocate them at first use, and `close` frees them. NVLink
+    connects `ranks_per_domain` consecutive ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks_per_domain: int) -> None:
@@ -92,10 +92,7 @@ class EPGroups:
         self._groups: dict[tuple[int, int, int], EPGroup] = {}
 
     def get_group(self, num_experts: int, row_bytes: int, max_tokens: int) -> EPGroup:
-        """Return the NCCL EP group for these sizes (`row_bytes` per row).
-
-        Collective at first use.
-        """
+        """Return the NCCL EP group for these sizes. Collective at first use, which allocates."""
         # Powers of two, so that few groups are created if the number of tokens changes.
         num_tokens = min(MAX_TOKENS, max(MIN_TOKENS, 1 << (max_tokens - 1).bit_length()))
         key = (num_experts, row_bytes, num_tokens)
@@ -120,10 +117,7 @@ class EPGroups:
         return EPGroup(group, num_experts // self.group.size(), max_tokens)
 
     def close(self) -> None:
-        """Free groups and the communicator; backwards of earlier forwards then cannot run.
-
-        Collective.
-        """
+        """Free groups and communicator; backwards of earlier forwards cannot run. Collective."""
         for group in self._groups.values():
             group.close()
         self._groups.clear()
@@ -133,7 +127,7 @@ class EPGroups:
 
 
 class EPGroup:
-    """One NCCL EP group, and its idle handles. A handle stores the routing of one call."""
+    """One NCCL EP group, and its unused handles. A handle stores the routing of one call."""
 
     def __init__(self, group: Any, num_local_experts: int, max_tokens: int) -> None:
         self.num_tokens, self.num_local = max_tokens, num_local_experts
@@ -141,10 +135,7 @@ class EPGroup:
         self._idle = defaultdict[int, list[Any]](list)  # by the choices of a token
 
     def exchange_routing(self, ids_TK: Tensor, max_tokens: int) -> ForwardHandles:
-        """Exchange physical expert ids with all ranks; return the handles of this forward.
-
-        Host sync.
-        """
+        """Exchange physical expert ids with all ranks; return this forward's handles. Host sync."""
         from nccl import ep
 
         chunks = [ids_TK[i : i + self.num_tokens] for i in range(0, max_tokens, self.num_tokens)]
@@ -173,7 +164,7 @@ class EPGroup:
         return forward_handles
 
     def return_handles(self, forward_handles: ForwardHandles) -> None:
-        """Add the handles of a forward to the idle handles."""
+        """Make the handles of a forward available to later forwards."""
         self._idle[forward_handles.top_k] += forward_handles.handles
 
     def close(self) -> None:
@@ -188,8 +179,8 @@ class EPGroup:
 class ForwardHandles:
     """The NCCL EP handles of one forward, one per chunk of at most C tokens; none on meta.
 
-    `tokens` has the number of tokens of each chunk. When the object is deleted, with its autograd
-    graph, the handles return to the group.
+    `tokens` has the number of tokens of each chunk. When the object is deleted with its autograd
+    graph, later forwards can use the handles.
     """
 
     dtype: torch.dtype  # of the tokens, and so of all sums

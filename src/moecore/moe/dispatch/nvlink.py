@@ -47,7 +47,7 @@ from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing, 
 
 @dataclass(frozen=True, slots=True)
 class NVLinkPlan:
-    """Record of one dispatch, which `combine` reads: ranks of each token, and rows to sum."""
+    """Record of one dispatch for `combine`: the ranks of each token, and the rows to sum."""
 
     exchange: Exchange
     dtype: torch.dtype  # of the tokens, and so of all sums
@@ -70,12 +70,12 @@ class NVLinkDispatcher(Dispatcher):
 
     @property
     def saves_rows(self) -> bool:
-        """Whether source rows are saved for backward; otherwise backward receives them again."""
+        """Whether source rows are saved for backward; otherwise backward sends tokens again."""
         return self.exchanges.options.keep_rows
 
     @property
     def has_row_count_sync(self) -> bool:
-        """Whether each dispatch has a host sync, to read its number of expert rows."""
+        """Whether each dispatch synchronises the host to read its number of expert rows."""
         return self.exchanges.options.row_factor == "exact"
 
     def has_spare_rows(self, *, pads: bool) -> bool:
@@ -86,8 +86,8 @@ class NVLinkDispatcher(Dispatcher):
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Send tokens to experts' ranks; return the experts' input. One host sync at first use.
 
-        With `NVLinkOptions.row_factor` "exact" each call has one host sync. Source rows without a
-        received token are uninitialised.
+        With `NVLinkOptions.row_factor` "exact" each call has a host sync. Unused rows are
+        undefined.
         """
         if self._is_sent_by_alltoall(x_TD, routing):
             return self._alltoall.dispatch(x_TD, routing)

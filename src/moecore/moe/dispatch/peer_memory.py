@@ -33,10 +33,7 @@ def make_exchange_buffer(
 def make_clone_buffer(
     group: dist.ProcessGroup, device: torch.device, timeout_s: float
 ) -> CloneBuffer:
-    """Allocate this rank's zeroed buffer to exchange clones (expert copies). Collective.
-
-    Collective.
-    """
+    """Allocate this rank's zeroed buffer for an exchange of clones (expert copies). Collective."""
     layout = CloneLayout(num_ranks=group.size())
     _, handles = _allocate_peer_memory(layout, group, device, timeout_s)
     return CloneBuffer(layout=layout, **handles)
@@ -70,7 +67,7 @@ def _allocate_peer_memory(
 
 
 def find_local_peer_problem(num_ranks: int, device_type: str) -> str | None:
-    """Return why kernels cannot store to `num_ranks` peers, or None; meta ranks share a host."""
+    """Return why kernels cannot store to `num_ranks` peers, or None, without a test of links."""
     is_planned = meta_is_gpu()
     if device_type != "cuda" and not is_planned:
         return f"must go with device_type ({device_type!r}) = 'cuda': use 'alltoall'"
@@ -105,7 +102,7 @@ def find_peer_access_problem(group: dist.ProcessGroup) -> str | None:
 
 
 def can_meta_peers_access_memory(group: dist.ProcessGroup) -> bool:
-    """Return whether the GPUs of a simulated group on meta can read each other's memory."""
+    """Whether the GPUs of a simulated group on meta could read each other's memory."""
     return len({rank // get_num_meta_peers() for rank in dist.get_process_group_ranks(group)}) == 1
 
 

@@ -16,7 +16,7 @@ def register_dispatcher(name: str, make: Callable[[ExpertPlacement], Dispatcher]
     Args:
         name: a new name.
         make: called once per MoE layer with the ranks that own the layer's experts; returns the
-            layer's `Dispatcher`. It is not called if ep * etp is 1, because then no token is sent.
+            layer's `Dispatcher`. If ep * etp is 1, no token is sent and `make` is not called.
 
     Raises:
         ValueError: when the name is already registered, or `make` is not a function.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class SendOrder(NamedTuple):
-    """The rows that a rank sends: token of each row, rows of each token, and rows per rank."""
+    """The rows to send: token of each row, rows of each token [T, G], and counts per rank."""
 
     token_ids_M: Tensor  # M is the most rows that could be sent
     slots_TG: Tensor
@@ -20,7 +20,7 @@ class SendOrder(NamedTuple):
 
 
 def mask_choices_by_block(ids_TK: Tensor, experts_per_block: int, num_blocks: int) -> Tensor:
-    """Return bool [P, T, K]: whether choice k of token t is one of the physical ids of block p."""
+    """Return bool [P, T, K]: whether expert k of token t is in block p of consecutive ids."""
     block_TK = torch.div(ids_TK, experts_per_block, rounding_mode="floor")
     return block_TK == torch.arange(num_blocks, device=ids_TK.device)[:, None, None]
 
@@ -28,7 +28,7 @@ def mask_choices_by_block(ids_TK: Tensor, experts_per_block: int, num_blocks: in
 def build_send_order(
     is_in_block_PTK: Tensor, num_rows: int, encoded_layer: int, *, ranks_per_block: int = 1
 ) -> SendOrder:
-    """Return the order of at most `num_rows` rows to send to the ranks of P blocks of experts."""
+    """Return the order of <= `num_rows` rows to send; a block of experts has several ranks."""
     is_sent_GT = is_in_block_PTK.any(-1).repeat_interleave(ranks_per_block, 0)
     choices_G = is_in_block_PTK.sum((1, 2)).repeat_interleave(ranks_per_block)
     order = assign_send_rows(is_sent_GT, num_rows)
@@ -39,18 +39,18 @@ def build_send_order(
 def assign_send_rows(is_sent_GT: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Number the rows to send, rank by rank; return each row's token, and each token's rows.
 
-    `is_sent_GT` says whether token t is sent to rank g. The first result is [num_rows], 0 if a row
-    is unused. The second is [T, G], -1 if a token is not sent to a rank.
+    `is_sent_GT` is True if token t is sent to rank g. The first result is [num_rows], 0 for unused
+    rows. The second is [T, G], -1 if a token is not sent to a rank.
     """
     slots_GT = (is_sent_GT.flatten().cumsum(0) - 1).view(is_sent_GT.shape)
     return _order_rows(is_sent_GT, slots_GT, num_rows, unused_token_id=0)
 
 
 def assign_padded_rows(is_sent_GT: Tensor, rows_per_rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Assign `rows_per_rank` rows to each rank: M rows, of which unused rows are padding.
+    """Assign `rows_per_rank` rows to each of G ranks, M rows in total; unused rows are padding.
 
     Returns the token of each row [M], the row of each token and rank [T, G] (-1 = not sent), and
-    bool [M], whether a row has a token.
+    bool [M], True if the row has a token.
     """
     # Example, three tokens, two ranks, 2 rows each, is_sent [[1, 0, 1], [0, 1, 0]]: token_ids_M [0,
     # 2, 1, 0], slots_TG [[0, -1], [-1, 2], [1, -1]], used rows [1, 1, 1, 0].

@@ -22,12 +22,12 @@ from moecore.moe.dispatch.collectives import exchange_with_grad
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The format in which ranks send rows of tokens: unchanged, or packed as FP8 with scales."""
+    """The format of rows that ranks send: unchanged, or packed as FP8 values with scales."""
 
     fp8: bool = False
 
     def check_dim(self, dim: int) -> None:
-        """Raise a ValueError if rows of `dim` columns cannot be packed."""
+        """Raise a ValueError if rows of `dim` columns cannot be packed as FP8."""
         if self.fp8 and dim % PACKED_COLUMNS:
             raise ValueError(
                 f"dim of the experts' rows ({dim}) must be a multiple of {PACKED_COLUMNS} with "
@@ -41,9 +41,9 @@ class Wire:
     def gather_send_rows(
         self, x_TD: Tensor, token_ids_M: Tensor, slots_TG: Tensor
     ) -> tuple[Tensor | None, Tensor]:
-        """Gather rows to send. Returns (FP8 rows, gradient handle), or (None, rows) without FP8.
+        """Gather the rows to send; return (FP8 rows, handle), or (None, rows) without FP8.
 
-        Autograd passes gradients of the rows through the handle, a placeholder without values.
+        The handle is a placeholder without values, through which autograd passes rows' gradients.
         """
         row_map = (token_ids_M, slots_TG)
         if not self.fp8:
@@ -64,23 +64,23 @@ class Wire:
         return Rows.from_bytes(rows_SN, like.shape[1], like.dtype, grad_handle_SD)
 
     def make_receiver(self) -> Receiver | None:
-        """Return an object that receives experts' output gradients as FP8; None without FP8."""
+        """Return a `Receiver` of the gradients of experts' outputs; None if not sent as FP8."""
         return Receiver() if self.fp8 and not torch.compiler.is_compiling() else None
 
 
 def make_row_handle(like: Tensor, num_rows: int) -> Tensor:
-    """Return a placeholder [num_rows, D] of dtype `like.dtype`, whose storage is one element."""
+    """Return a placeholder [num_rows, D] with the dtype of `like` and one element of storage."""
     return like.new_empty(1).expand(num_rows, like.shape[1])
 
 
 def gather_fp8_rows(words_TW: Tensor, token_ids_M: Tensor, slots_TG: Tensor) -> Tensor:
-    """Return packed rows `words_TW[token_ids_M]`; `slots_TG` has each token's rows, -1 = none."""
+    """Return the packed rows `words_TW[token_ids_M]`; `slots_TG` is the inverse map."""
     words_TN = words_TW.view(torch.float32)  # the kernel copies the bits of a float
     return gather_rows(words_TN, token_ids_M, slots_TG).view(PACKED_DTYPE)
 
 
 class Receiver:
-    """Receives gradients of experts' outputs as FP8 rows; autograd gets a placeholder tensor."""
+    """Receives gradients of experts' outputs as FP8; autograd gets a placeholder tensor."""
 
     def __init__(self) -> None:
         self.accepts_packed_grads = False
@@ -88,10 +88,10 @@ class Receiver:
         self._entry: tuple[Tensor, Rows] | None = None
 
     def exchange_as_fp8(self, dy_TD: Tensor, exchange: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Send gradients dy as FP8 rows by `exchange`; return a placeholder for received rows.
+        """Send gradients dy as FP8 rows by `exchange`; return a placeholder for the received rows.
 
-        In a two-level dispatch, the first level returns unpacked rows instead. If experts accept no
-        FP8 gradients, dy is not sent and the result is None.
+        If a second dispatch follows, return the received rows dequantised instead. If the experts
+        accept no FP8 gradients, send nothing and return None.
         """
         if not (self.next or self).accepts_packed_grads:
             return None
@@ -104,7 +104,7 @@ class Receiver:
         return grad_handle_RD
 
     def take_packed_grads(self, dy: Tensor) -> Rows | None:
-        """Return the received FP8 rows of the placeholder `dy`; None if dy was sent unpacked."""
+        """Return the received FP8 rows of the placeholder `dy`; None if dy was not sent as FP8."""
         entry, self._entry = self._entry, None
         if entry is not None and dy is not entry[0]:
             raise RuntimeError(

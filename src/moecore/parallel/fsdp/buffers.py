@@ -34,7 +34,7 @@ LayoutIndex = tuple[str, int]  # name of a unit, and index in `UnitPlan.layouts`
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferPlan:
-    """The plan of a flat buffer that units (FSDP2's parameter groups) use one at a time."""
+    """Plan of a flat buffer of unsharded weights or gradient sums, used by one unit at a time."""
 
     contents: Literal["weights", "sums"]  # unsharded parameters, or sums of gradients
     dtype: str
@@ -48,7 +48,7 @@ class BufferPlan:
 
 
 def plan_buffers(plan: ShardPlan) -> Iterator[BufferPlan]:
-    """Yield a `BufferPlan` for each buffer of a rank, shared buffers first; equal on all ranks."""
+    """Yield a `BufferPlan` per buffer, first buffers that units share; identical on all ranks."""
     sharing = [u for u in plan.units if u.role in ("block", "experts") and not u.is_resident]
     for role in ("block", "experts"):
         units = [unit for unit in sharing if unit.role == role]
@@ -112,7 +112,7 @@ def _assign_layouts_to_buffers(
 class RegisteredMemory:
     """A block of memory that is registered with NCCL's communicator of `group`.
 
-    NCCL's symmetric kernels need equal offsets on all ranks, so the block has all buffers.
+    The block contains all buffers: NCCL's symmetric kernels need equal offsets on all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -121,7 +121,7 @@ class RegisteredMemory:
         self._deregister: Callable[[], None] | None = None  # None = not allocated
 
     def reserve(self, num_bytes: int) -> int:
-        """Add aligned bytes to the block before its allocation; return their offset in bytes."""
+        """Reserve aligned bytes in the block before `allocate`; return their offset in bytes."""
         offset = self._num_bytes
         self._num_bytes += -(-num_bytes // ALIGNMENT) * ALIGNMENT
         return offset
@@ -160,7 +160,7 @@ class RegisteredMemory:
 
 
 class Buffer(Generic[Holder]):
-    """A flat tensor that units (parameter groups) use one at a time; `holder` uses it now.
+    """A flat tensor that units (parameter groups) use one at a time; `holder` is the current user.
 
     `last_use` is the event of the last use. The next user waits for the event before it overwrites
     the tensor. If `registered` is None, the tensor is not in memory registered with NCCL.
@@ -180,7 +180,7 @@ class Buffer(Generic[Holder]):
         self._flat: Tensor | None = None
 
     def get_flat(self, device: torch.device) -> Tensor:
-        """Return the buffer as a 1-D tensor, uninitialised at the first call for a device."""
+        """Return the buffer as a 1-D tensor; the first call allocates it, uninitialised."""
         if self._flat is None or self._flat.device != device:
             with torch.inference_mode(False):
                 if self.registered is None or device.type == "meta":
@@ -191,7 +191,7 @@ class Buffer(Generic[Holder]):
         return self._flat
 
     def check_is_replaceable(self) -> None:
-        """Raise a RuntimeError if a reduction must not use memory outside of this buffer."""
+        """Raise a RuntimeError if NCCL-registered: reductions must then use this buffer."""
         if self.registered is not None:  # NCCL fails if the other ranks use the buffer
             raise RuntimeError(
                 f"FSDPOptions.nccl_ub (True) must be False for a model in which more than {SUMS} "

@@ -20,7 +20,7 @@ from moecore.kernels.experts.contract import ComputeGrad
 
 
 class WeightProduct(NamedTuple):
-    """A deferred matmul (function and operands), whose result is the gradient of a weight."""
+    """A deferred matmul (function and operands) whose result is the gradient of a weight."""
 
     param_idx: int  # index of the parameter in its unit
     grad_shape: torch.Size  # shape of the gradient
@@ -36,13 +36,13 @@ class WeightProduct(NamedTuple):
         compute_grad: ComputeGrad,
         operands: tuple[Any, ...],
     ) -> WeightProduct:
-        """Return the record of a matmul, with the current stream, which has made the operands."""
+        """Return the record of a matmul whose operands were computed on the current stream."""
         device = next(iterate_tensors(operands)).device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         return cls(param_idx, grad_shape, compute_grad, operands, stream)
 
     def wait_for_operands(self) -> None:
-        """Make the current stream wait for the stream that made the operands."""
+        """Make the current stream wait for the stream that computed the operands."""
         if self.stream is None:
             return
         current = torch.cuda.current_stream(self.stream.device)
@@ -53,10 +53,7 @@ class WeightProduct(NamedTuple):
 
 
 class WeightGradients:
-    """Weight-gradient matmuls that the backward of a micro-batch and pipeline stage has deferred.
-
-    After `run` the object can be used for another backward.
-    """
+    """Stores the weight-gradient matmuls that the backward of a micro-batch and stage defers."""
 
     def __init__(self) -> None:
         self.products: dict[object, deque[WeightProduct]] = {}  # by the `Gradients` of a unit
@@ -74,7 +71,7 @@ class WeightGradients:
         return sum(storages.values())
 
     def run(self) -> None:
-        """Compute the stored matrix products and reduce the gradients of their units. Collective.
+        """Compute the stored matmuls and reduce the gradients of their units. Collective.
 
         All ranks must call `run` in the same order of micro-batches and stages, between forwards
         and backwards, inside `TrainStep.micro_batch`.
@@ -82,11 +79,11 @@ class WeightGradients:
         self.compute_and_reduce()
 
     def drop(self) -> None:
-        """Discard the stored matrix products and their operands. No communication."""
+        """Discard the stored matmuls and their operands. No communication."""
         self.products.clear()
 
     def store_product(self, unit_gradients: object, product: WeightProduct) -> None:
-        """Append `product` to the matmuls stored for the unit with these `Gradients`."""
+        """Append `product` to the matmuls of the unit with the `Gradients` `unit_gradients`."""
         self.products.setdefault(unit_gradients, deque()).append(product)
 
 

@@ -65,7 +65,7 @@ class UnitEngine:
     Args:
         units: parameter groups in the order of forward, with the unit of the root module last.
         experts_by_layer: MoE layer -> its experts, for layers that dispatch tokens to other ranks.
-            Ranks may then skip modules that other ranks run (`UnevenRanks`). None = no rank skips.
+            A rank may then skip modules that other ranks run (`UnevenRanks`). None = ranks may not.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class UnitEngine:
                 module.register_forward_hook(after, always_call=True)
 
     def reshard(self) -> None:
-        """Reshard all units, even if their backward has not ended. No communication."""
+        """Reshard all units, including units whose backward has not ended. No communication."""
         self._depth, self._outermost_run = 0, None
         if self._uneven is not None:
             self._uneven.clear_visits()
@@ -132,18 +132,17 @@ class UnitEngine:
                 buffer.free()
 
     def start_micro_batches(self, *, pending_forwards: float, runs_stages: bool = False) -> None:
-        """Announce micro-batches of a step, which share units that stay unsharded until backward.
+        """Announce micro-batches of a step; resident units then stay unsharded between forwards.
 
-        `pending_forwards` is the number of forwards with gradients that have not ended in the step;
-        math.inf = more micro-batches will be announced. If `runs_stages`, each forward runs only
-        the modules of a pipeline stage.
+        `pending_forwards` is the number of forwards with gradients that the step will still run;
+        math.inf = unknown. If `runs_stages`, a forward runs only the modules of a pipeline stage.
         """
         if not self._in_step:
             self.reshard()
         self._in_step, self._pending_forwards, self._in_parts = True, pending_forwards, runs_stages
 
     def end_micro_batches(self) -> None:
-        """End micro-batches: run deferred matmuls, reduce gradients, reshard units. Collective."""
+        """Run deferred matmuls, reduce the step's gradients, and reshard all units. Collective."""
         self._pending_forwards, self._in_parts = 0, False
         for deferred in self._deferred.copy():
             self._compute_deferred(deferred)
@@ -154,7 +153,7 @@ class UnitEngine:
         self.reshard()
 
     def run_missing_backwards(self) -> None:
-        """Run a zero-gradient backward for model forwards that had no backward. Collective."""
+        """Run a backward with zero gradients for model forwards without a backward. Collective."""
         runs = [] if self._uneven is None else self._uneven.list_runs_without_backward()
         for run in runs:
             start = torch.zeros((), requires_grad=True, dtype=torch.float32, device="cpu")
@@ -162,7 +161,7 @@ class UnitEngine:
             start.backward()
 
     def end_step(self) -> None:
-        """Reshard all units before weights change. A later backward raises a RuntimeError."""
+        """Reshard all units before weights change; backwards of earlier forwards then raise."""
         self._step += 1
         self.reshard()
 
@@ -183,7 +182,7 @@ class UnitEngine:
     def defer_weight_gradients(self, deferred: WeightGradients) -> Iterator[None]:
         """Return a context in which backwards store their weight-gradient matmuls in `deferred`.
 
-        The backwards must be called without `inputs`. Use `deferred` with this engine only.
+        Do not pass `inputs` to these `backward()` calls. Use `deferred` only with this engine.
         """
         deferred.compute_and_reduce = partial(self._compute_deferred_in_step, deferred)
         if deferred not in self._deferred:
@@ -217,7 +216,7 @@ class UnitEngine:
 
     @contextmanager
     def alternate_passes(self) -> Iterator[None]:
-        """Return a context for a forward and a backward that alternate; `unshard_pass` switches."""
+        """Return a context for an alternating forward and backward; `unshard_pass` switches."""
         self._check_no_failed_backward()
         self._is_paired = True
         try:
@@ -226,7 +225,7 @@ class UnitEngine:
             self._is_paired = False
 
     def unshard_pass(self, is_backward: bool) -> None:
-        """Unshard the units of the pass that continues: backward if `is_backward`, or forward."""
+        """Unshard the units in use by the backward if `is_backward`, otherwise by the forward."""
         # The other pass may have resharded these units. Skipped modules count as running modules.
         for unit in self.units:
             if unit.runs[is_backward] or (is_backward and unit.backwards):
@@ -373,7 +372,7 @@ class UnitEngine:
         return tree_map_only(Tensor, as_output, output)
 
     def pre_backward(self, run: ForwardRun) -> None:
-        """Unshard a forward's unit for its backward, when the first output gradient arrives."""
+        """Unshard the unit of a forward for its backward; a hook on its first output gradient."""
         if torch.is_grad_enabled() and has_next_node():
             raise NotImplementedError(
                 "create_graph (True) must be False for a model of parallelize_moe, whose gathered "
@@ -405,7 +404,7 @@ class UnitEngine:
         self._unshard_for_use(run.unit, run.unit.prefetch_backward if is_first else ())
 
     def post_backward(self, run: ForwardRun) -> None:
-        """Count an arrived input gradient of a forward; the last gradient ends its backward."""
+        """Hook on the input gradients of a forward; the last input gradient ends its backward."""
         run.pending -= 1
         if run.is_active and not run.pending:
             self._end_run_backward(run)

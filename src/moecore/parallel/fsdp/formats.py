@@ -54,7 +54,7 @@ class CastFormat:
         self.dtype = dtype  # dtype of the unit's buffer
 
     def make_unsharded(self, params: Sequence[UnitParam], views: Sequence[Tensor]) -> list[Tensor]:
-        """Set `params[i].unsharded` to a tensor in `views[i]`, of the unit's buffer or the shard.
+        """Set `params[i].unsharded` to a parameter whose storage is `views[i]`, without a copy.
 
         Returns the tensors whose version counters autograd checks.
         """
@@ -89,7 +89,7 @@ class QuantisedFormat(ABC):
         self._shard_scalings: list[_ShardScaling] = []
 
     def make_unsharded(self, params: Sequence[UnitParam], views: Sequence[Tensor]) -> list[Tensor]:
-        """Set `params[i].unsharded` to a placeholder with the quantised values in `views[i]`.
+        """Set `params[i].unsharded` to a placeholder, whose quantised values are in `views[i]`.
 
         Returns the tensors whose version counters autograd checks.
         """
@@ -106,7 +106,7 @@ class QuantisedFormat(ABC):
     def write_shards(self, params: Sequence[UnitParam], local_views: Sequence[Tensor]) -> None:
         """Quantise this rank's shard of `params[i]` into `local_views[i]` of the unit's buffer.
 
-        The amax of each block and matrix is all-reduced over all ranks that have a part of it.
+        Collective: each block's and matrix's amax is all-reduced over ranks with a part of it.
         """
         shards = [param.shard.contiguous() for param in params]
         for shard, scaling in zip(shards, self._shard_scalings, strict=True):
@@ -159,7 +159,7 @@ class QuantisedFormat(ABC):
 class BlockFormat(QuantisedFormat):
     """All-gathers a unit's shards in FP8 with a scale per block of 128 x 128 elements.
 
-    Columns are the last dim of a parameter.
+    A parameter is viewed as matrices whose columns are its last dim.
     """
 
     _has_matrix_amax = False
@@ -183,7 +183,7 @@ class BlockFormat(QuantisedFormat):
 
 
 class MatrixFormat(QuantisedFormat):
-    """All-gathers a unit's shards in FP8 with a scale per matrix, from its amax or amax history."""
+    """All-gathers a unit's shards in FP8 with a scale per matrix, from amax or an amax history."""
 
     @override
     def _get_block_grid(self, shard: MatrixShard) -> tuple[int, int]:

@@ -41,8 +41,8 @@ MAX_EXACT_COUNT = 256  # largest number of ranks that bf16 counts exactly
 class Gradients:
     """Sums the gradients of a unit (FSDP2's parameter group) and reduces the sums to the shards.
 
-    If `transport` is None, the unit is not sharded. `replicas` are groups of the all-reduce.
-    `options` has the dtype and divisor of the sums, and whether a step has one reduction.
+    If `transport` is None, the unit is not sharded. `replicas` are the groups of the all-reduce.
+    With `options.accumulates` gradients are reduced once per step, otherwise once per micro-batch.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Gradients:
         self._remote_grads: dict[int, bool] = {}
 
     def make_sink(self, param_idx: int, grad_shape: torch.Size) -> GradSink | None:
-        """Return the object that receives a gradient from kernels; None = no gradient needed."""
+        """Return a `GradSink`, to which kernels pass a gradient; None = no gradient is needed."""
         unsharded = self._params[param_idx].unsharded
         if unsharded is None or not (unsharded.requires_grad and torch.is_grad_enabled()):
             return None
@@ -97,7 +97,7 @@ class Gradients:
     def compute_and_accumulate(
         self, param_idx: int, grad_shape: torch.Size, compute_grad: ComputeGrad, *operands: Any
     ) -> Tensor | None:
-        """Add a gradient to the sums or defer its matmul; if the sums are in use, return it."""
+        """Add a gradient to the sums or defer it; return it if the sums' buffer is in use."""
         if self.defer_matmul(param_idx, grad_shape, compute_grad, *operands):
             return None
         target = self._choose_target(param_idx, grad_shape)
@@ -119,7 +119,7 @@ class Gradients:
     def defer_matmul(
         self, param_idx: int, grad_shape: torch.Size, compute_grad: ComputeGrad, *operands: Any
     ) -> bool:
-        """Store the matmul of a gradient (`WeightProduct`) for later; False = deferral is off."""
+        """Store a gradient's matmul as a `WeightProduct`; return False if deferral is off."""
         if self.deferred is None:
             return False
         product = WeightProduct.from_operands(param_idx, grad_shape, compute_grad, operands)
@@ -129,7 +129,7 @@ class Gradients:
 
     @torch.no_grad()
     def compute_deferred(self, products: deque[WeightProduct]) -> None:
-        """Compute the deferred weight-gradient matmuls and empty `products`. May communicate."""
+        """Compute deferred weight-gradient matmuls and empty `products`. May communicate."""
         if not self._accumulates:
             numbers = {product.param_idx for product in products}
             self._deferred_grads = self._list_trained_idxs() - numbers
@@ -166,7 +166,7 @@ class Gradients:
         return GradTarget(local.view(grad_shape), accumulate=True, scale=scale)
 
     def is_complete(self) -> bool:
-        """Whether the running backward will compute no further gradient of the unit."""
+        """Whether all gradients of the unit in the running backward have been computed."""
         for i, param in enumerate(self._params):
             unsharded = param.unsharded
             if i in self._kernel_grads or i in self._deferred_grads or unsharded is None:
@@ -178,7 +178,7 @@ class Gradients:
 
     @torch.no_grad()
     def reduce_to_shards(self) -> None:
-        """Add gradients to the sums; if `self.reduces`, reduce to shards' `.grad`. Collective."""
+        """Add new gradients to sums; if `self.reduces`, reduce to shards' `.grad`. Collective."""
         grads = dict[int, Tensor]()
         for i, param in enumerate(self._params):
             if param.unsharded is not None and param.unsharded.grad is not None:

@@ -44,8 +44,7 @@ class UnitParam:
 
     The constructor replaces the parameter of `owners` by this rank's shard on `device_type`. No
     communication. `mesh` has the axes of the data ranks, the sharding axis last; None = only this
-    rank has the parameter. If `is_sharded` is False, the last axis of `mesh` replicates the
-    parameter.
+    rank has the parameter. If not `is_sharded`, the last axis of `mesh` replicates it, too.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class UnitParam:
 
     @property
     def is_strided(self) -> bool:
-        """Whether a dim > 0 is sharded, so that all-gathered chunks must be copied."""
+        """Whether a dim > 0 is sharded, so all-gathered shards must be copied to be contiguous."""
         return self.slot.dim > 0 and self.num_ranks > 1
 
     @property
@@ -101,13 +100,13 @@ class UnitParam:
 
     @property
     def device(self) -> torch.device:
-        """Device of compute: of the shard, or of its copies if the shard is in host memory."""
+        """Device of compute, also if the shard is in host memory."""
         if self.shard_copies is None or self.shard.is_meta:
             return self.shard.device
         return self.shard_copies.device
 
     def move_to_host(self, host_shard: Tensor, shard_copies: ShardCopies) -> None:
-        """Replace the sharded parameter by `host_shard` in host memory; `shard_copies` reads it."""
+        """Replace the sharded parameter by `host_shard`; `shard_copies` copies it to the device."""
         if not self.shard.is_meta:
             host_shard.copy_(self.shard)
         self.sharded = make_parameter_like(
@@ -142,7 +141,7 @@ class UnitParam:
     def make_unsharded(self, memory: Tensor) -> list[Tensor]:
         """Create the unsharded parameter as a view of `memory`, without a copy.
 
-        Returns the parameter, and the local tensor of a DTensor: autograd checks both versions.
+        Returns the tensors whose versions autograd checks: the parameter, a DTensor's local tensor.
         """
         local = memory.data
         if self._inner is not None and not self._is_plain:
@@ -156,7 +155,7 @@ class UnitParam:
         return [self.unsharded, get_local_tensor(self.unsharded)]
 
     def pop_grad(self, unsharded_param: nn.Parameter) -> Tensor:
-        """Pop the local gradient of the unsharded parameter, all-reduced over tp if replicated."""
+        """Pop the unsharded parameter's local gradient; all-reduce it if replicated over tp."""
         grad, unsharded_param.grad = unsharded_param.grad, None
         assert grad is not None, "the caller passes a parameter that has a gradient"
         if self._inner is None:
@@ -194,7 +193,7 @@ class UnitParam:
             self.shard_copies.synchronize()
 
     def accumulate_grad(self, grad: Tensor) -> None:
-        """Apply tensor hooks to a local gradient; add it to `.grad`, or make it `.grad` if None."""
+        """Apply tensor hooks to a local gradient; add it to the shard's `.grad`, or set `.grad`."""
         if has_tensor_hooks(self.sharded):
             grad = apply_tensor_hooks(self.sharded, make_dtensor_like(grad, self.sharded))
             grad = get_local_tensor(grad)
@@ -207,7 +206,7 @@ class UnitParam:
 
 
 def register_params(params: Sequence[UnitParam], *, unsharded: bool) -> None:
-    """Register unsharded parameters on their modules, or sharded parameters if not `unsharded`."""
+    """Register parameters on their modules: unsharded if `unsharded`, otherwise sharded."""
     for param in params:
         for module, attribute in param.owners:
             module._parameters[attribute] = param.unsharded if unsharded else param.sharded
@@ -242,7 +241,7 @@ def _make_placements(
 
 @dataclass(frozen=True, slots=True)
 class UnitViews:
-    """Views of a unit's buffer; each list has one view per parameter."""
+    """Views of a unit's buffer per parameter: all ranks' shards, local shard, full parameter."""
 
     flat: Tensor
     regions: list[Tensor]  # the padded shards of all ranks

@@ -80,7 +80,7 @@ class ParamPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatSlot:
-    """The position, in elements, of a parameter in the flat buffers of its unit."""
+    """Offsets and sizes of a parameter in its unit's flat buffers, in elements."""
 
     param: str
     dim: int  # dim that is sharded over data ranks
@@ -98,14 +98,13 @@ class FlatLayout:
         flat shard        | a: padded shard |..| b: padded shard |..|      .. = alignment
         flat unsharded    | a: rank 0 | a: rank 1 |..| b: rank 0 | b: rank 1 |..|
 
-    Parameters are sharded as by FSDP2, so checkpoints and DTensors do not depend on the engine:
-    with n = ceil(size of dim 0 / ranks), rank r has the indices r * n to (r + 1) * n of dim 0. An
-    all-gather has one region per parameter, so an unsharded parameter is a view of its region,
-    followed by padding. A parameter that is sharded along another dim is copied from its region.
+    Shards are those of FSDP2: rank r has indices r * n to (r + 1) * n of dim 0, n = ceil(size /
+    ranks). The padded shards of a parameter are contiguous in the unsharded buffer. The unsharded
+    parameter is a view of these shards, or a copy if it is sharded along another dim.
 
-    Example, 4 ranks, a [600, 2] and b [3]: a shard of a is [150, 2], 300 elements, a shard of b is
-    [1], 1 element. Shard offsets are 0 and 384, unsharded offsets 0 and 1536. The flat shard
-    has 512 elements, the unsharded buffer 2048.
+    Example, 4 ranks, a [600, 2] and b [3]: a shard of a is [150, 2], 300 elements; a shard of b is
+    [1], 1 element. Shard offsets are 0 and 384, unsharded offsets 0 and 1536. The flat shard has
+    512 elements, the unsharded buffer 2048.
     """
 
     dtype: str  # dtype of the sharded parameters
@@ -120,7 +119,7 @@ class FlatLayout:
 
     @property
     def has_buffer(self) -> bool:
-        """Whether unsharded parameters need a buffer: if they are sharded, cast or on the host."""
+        """Whether unsharding needs a buffer: parameters are sharded, cast, or in host memory."""
         return bool(self.slots) and (self.on_host or self.ranks > 1 or self.gathers != self.dtype)
 
     @property
@@ -130,7 +129,7 @@ class FlatLayout:
 
     @property
     def buffer_numel(self) -> int:
-        """Elements of the unsharded buffer, with copies of parameters sharded along a dim > 0."""
+        """Elements of the unsharded buffer, and of copies of parameters sharded along a dim > 0."""
         copies = sum(slot.numel for slot in self.slots if slot.dim > 0 and self.ranks > 1)
         return self.unsharded_numel + copies
 
@@ -167,7 +166,7 @@ class UnitPlan:
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients accumulate until the last micro-batch of a step."""
+        """Whether gradients are reduced once per step, after its last micro-batch."""
         return self.strategy in ("no_shard", "optim")
 
 
@@ -201,19 +200,20 @@ class LayerPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardPlan:
-    """The plan by which `parallelize_moe` shards a model: plain data, equal on every rank.
+    """The plan by which `parallelize_moe` shards a model; equal on every rank.
 
     Attributes:
         model: name of the model's class.
         device_type: device type of the meshes.
-        parallel: the degrees of both meshes, resolved.
+        parallel: the degrees of both meshes, without -1.
         layers: the MoE layers, in the order of the model.
-        linears: clean names and recipes of linears in FP8.
+        linears: (name, recipe) of each linear that computes in FP8.
         params: all parameters, in the order of the model.
         units: all units, in the order of their first use in forward; the root is first.
-        blocks: names of the modules that `MemoryOptions` and torch.compile treat one by one.
-        dispatcher: name of the dispatcher; "auto" = chosen when the plan is applied, by the access
-            of the GPUs to each other's memory.
+        blocks: names of the modules, such as decoder layers, that are checkpointed, offloaded and
+            compiled separately.
+        dispatcher: name of the dispatcher; "auto" = chosen when the plan is applied, because the
+            choice depends on peer access between the GPUs.
         dispatcher_reason: why this dispatcher was chosen.
         parallel_reason: why moecore chose these degrees; None = the caller chose them.
         nccl_ub: whether the buffers of collectives are registered with NCCL.
@@ -253,7 +253,7 @@ class ShardPlan:
         )
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Return {axis: index} of a rank for all axes of both meshes, and for "dp_shard_cp".
+        """Return {axis: index} of a global rank for the axes of both meshes and "dp_shard_cp".
 
         Raises:
             ValueError: if the rank is not in the world.
@@ -296,8 +296,8 @@ def make_flat_layouts(
 ) -> tuple[FlatLayout, ...]:
     """Group a unit's parameters by dtypes and recipe; return a flat buffer layout for each group.
 
-    `gather_dtype` None = the dtype of each parameter. `recipes` maps names of parameters that are
-    all-gathered in FP8. Parameters in `fp32_names` keep their dtype and are reduced in fp32.
+    `gather_dtype` None = the dtype of each parameter. `recipes`: parameter name -> recipe of its
+    FP8 all-gather. Parameters in `fp32_names` are all-gathered in their dtype and reduced in fp32.
     """
     groups: dict[tuple[str, str, str, Recipe | None, int], list[ParamPlan]] = {}
     for param in params:
@@ -322,7 +322,7 @@ def make_flat_layout(
     params: Iterable[ParamPlan],
     num_ranks: int,
 ) -> FlatLayout:
-    """Assign offsets to parameters of these dtypes, in order, and return their `FlatLayout`."""
+    """Return the `FlatLayout` of parameters with equal dtypes and recipe, in their order."""
     slots, offset = [], 0
     for param in params:
         of_data = [p for p in param.placements if p.axis in DATA_AXES]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(kw_only=True)
 class Progress:
-    """Counters and flags of a step's micro-batches, which a `TrainStep` owns and models read."""
+    """Counters and flags of a step's micro-batches, written by `TrainStep`, read by the model."""
 
     number: int = 1  # micro-batches of a step
     num_done: int = 0  # micro-batches whose forward and backward have run

@@ -76,7 +76,7 @@ class ForwardVisit:
     """The record of one forward of a module with hooks, or of a forward that this rank skips.
 
     `node` is the module. `parent` is the record of the enclosing module's forward; None = the
-    outermost module. `forward_idx` is the number of the model's forward.
+    outermost module. `forward_idx` counts the forwards of the outermost module.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class ForwardVisit:
     def record_inputs(self, arguments: Any) -> Any:
         """Replace activations that require a gradient by views; return the nested arguments.
 
-        A backward of only this forward can stop at the views, whose graph edges are recorded in
-        `inputs`. If the module has no separate backward, or `inputs` is not empty, the arguments
-        are returned unchanged.
+        `inputs` records the views' graph edges, at which a backward of only this forward stops. If
+        the module has no separate backward, or `inputs` is not empty, the arguments are returned
+        unchanged.
         """
         if not self.node.has_separate_backward or self.parent is None or self.inputs:
             return arguments
@@ -123,7 +123,7 @@ class ForwardVisit:
         return tree_map_only(Tensor, record, arguments)
 
     def record_output(self, output: Tensor) -> None:
-        """Set `needs_grad`; record the graph edge of `output` if a backward may start at it."""
+        """Set `needs_grad`; record `output`'s graph edge if a separate backward may start there."""
         self.needs_grad = True
         if self.node.has_separate_backward and self.parent is not None:
             edge = get_gradient_edge(output)
@@ -138,10 +138,7 @@ class ForwardVisit:
 
 
 class ForwardRun:
-    """The record of one forward (with gradients) of a module whose parameters are a unit.
-
-    It exists until the backward of this forward has ended.
-    """
+    """Record of a forward with gradients of a unit's module, until its backward has ended."""
 
     def __init__(self, unit: Unit, module: nn.Module, *, step_idx: int, forward_idx: int) -> None:
         self.unit, self.module = unit, module
@@ -181,8 +178,8 @@ class GradBoundary:
     """A tensor hook on an activation between two modules, which calls the engine in backward.
 
     When the gradient arrives, the backward of the forwards that read the activation (`ends`) is
-    complete. Then the backward of the forwards that returned it (`begins`) starts, last forward
-    first. The hook of a leaf tensor stays, and drops forwards whose backward has ended.
+    complete. Then the backward of the forwards that returned the activation (`begins`) starts, last
+    forward first. A leaf tensor keeps its hook, which drops forwards whose backward has ended.
     """
 
     __torch_unserializable__ = True  # copies of the value have no boundary; no warning

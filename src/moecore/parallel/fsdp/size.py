@@ -48,7 +48,7 @@ class RankBytes:
 
 
 def compute_rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
-    """Return the bytes of parameters, gradients and buffers of a global rank; rank 0 has the most.
+    """Return the bytes of parameters, gradients and buffers of a global rank; maximal at rank 0.
 
     Raises:
         ValueError: if the rank is not in the plan's world.

@@ -39,7 +39,7 @@ RankHeader = Sequence[int]  # a header of `CollectiveHeader`
 
 
 class CoalescedTransport:
-    """Runs the NCCL collectives of a unit on the current stream: one launch for all parameters."""
+    """Runs a unit's NCCL collectives on the current stream, one launch for all parameters."""
 
     host_reads = False  # whether the host can read messages without a device synchronisation
 
@@ -49,14 +49,14 @@ class CoalescedTransport:
         self._gather.asyncOp = self._reduce.asyncOp = False
 
     def all_gather(self, regions: Tensors, shards: Tensors, header: RankHeader) -> list[RankHeader]:
-        """All-gather each shard [n] into the region [ranks * n] with its index; return []."""
+        """All-gather each shard [n] into its region [ranks * n]; ignore `header` and return []."""
         work = self._group.allgather_into_tensor_coalesced(regions, shards, self._gather)
         if work is not None:
             work.wait()
         return []  # the host would have to wait for the headers
 
     def reduce_scatter(self, shards: Tensors, regions: Tensors) -> None:
-        """Reduce-scatter (sum) each region [ranks * n] into the shard [n] with its index."""
+        """Reduce-scatter (sum) each region [ranks * n] into its shard [n]."""
         work = self._group.reduce_scatter_tensor_coalesced(shards, regions, self._reduce)
         if work is not None:
             work.wait()
@@ -69,7 +69,7 @@ class PackedTransport:
         self._group, self.host_reads = group, device_type == "cpu"
 
     def all_gather(self, regions: Tensors, shards: Tensors, header: RankHeader) -> list[RankHeader]:
-        """All-gather all shards in one message. On CPUs, also return the `header` of each rank."""
+        """All-gather all shards in one message; return all ranks' `header`s on CPUs, else []."""
         numbers = header if self.host_reads and not shards[0].is_meta else []
         words = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         shards = [*shards, words.to(shards[0].device).view(shards[0].dtype)]
@@ -101,7 +101,7 @@ def make_transport(group: dist.ProcessGroup, device_type: str) -> UnitTransport:
 
 
 class StreamEvent:
-    """A reusable CUDA event. Until it is recorded, waits ignore it; on a CPU it does nothing."""
+    """A reusable CUDA event. `wait` does nothing before `record`, and nothing on a CPU."""
 
     def __init__(self, device_type: str) -> None:
         self._event = create_event(device_type)
@@ -119,7 +119,7 @@ class StreamEvent:
             self._event.wait()
 
     def clear(self) -> None:
-        """Ignore the event in later waits, because its work is complete."""
+        """Make later waits do nothing, because the recorded work is complete."""
         self._is_recorded = False
 
 
@@ -135,14 +135,14 @@ class ShardCopies(Protocol):
         """Make the current stream wait for all copies to the device."""
 
     def add_grad(self, sharded: Tensor, grad: Tensor) -> None:
-        """Start to add a local gradient on the device to `.grad` of a parameter on the host."""
+        """Start to add a local gradient on the device to `.grad` of a parameter in host memory."""
 
     def synchronize(self) -> None:
         """Wait for all copies in both directions. Host sync."""
 
 
 class UnitStreams:
-    """The CUDA streams for all-gathers and reductions of a model's units; on a CPU no streams."""
+    """The CUDA streams for all-gathers and reductions of a model's units; no streams on a CPU."""
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
@@ -152,11 +152,11 @@ class UnitStreams:
         self._queued: list[Stream] = []  # streams for which `wait_for_collectives` must wait
 
     def make_event(self) -> StreamEvent:
-        """Create a `StreamEvent`, a reusable event, that is not recorded."""
+        """Return a new `StreamEvent`, not yet recorded."""
         return StreamEvent(self.device_type)
 
     def copy_to_device(self, nested: Any) -> Any:
-        """Return nested containers with CPU tensors copied to the GPU, if units are on a GPU."""
+        """Copy the CPU tensors in nested containers to the GPU, if units are on a GPU."""
         if self.device_type != "cuda":
             return nested
         if not any(isinstance(leaf, Tensor) and leaf.is_cpu for leaf in tree_leaves(nested)):

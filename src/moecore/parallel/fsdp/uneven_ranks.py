@@ -52,9 +52,8 @@ from moecore.parallel.fsdp.unit import Unit
 class UnevenRanks:
     """Issues, for modules that this rank skips, the collectives that other ranks expect.
 
-    A `ForwardVisit` records a module's forward. `experts_by_layer` maps MoE layers to experts.
-    `active_runs` lists the engine's forwards whose backward has begun. The three functions are the
-    engine's methods with these names.
+    `experts_by_layer` maps MoE layers to their experts. `active_runs` lists the engine's forwards
+    whose backward has begun. The three functions are methods of `UnitEngine`.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class UnevenRanks:
                 node.has_separate_backward = has_layer
 
     def clear_visits(self) -> None:
-        """Forget all recorded forwards and their graph edges."""
+        """Drop all recorded forwards (`ForwardVisit`) and their graph edges."""
         for visit in self._outermost_visits:
             visit.drop_graph_edges()
         self._open_visits[0].clear()
@@ -102,7 +101,7 @@ class UnevenRanks:
         """Record that a module's forward begins; issue collectives of modules skipped before it.
 
         Returns the forward's record, or None. A recomputed forward has a record only if the first
-        forward ran without gradients. `forward_idx` is the number of the outermost forward.
+        forward ran without gradients. `forward_idx` counts forwards of the outermost module.
         """
         node, opened = self._nodes[module], self._open_visits[is_recompute]
         if unit is node.units[-1]:  # whose hook runs first
@@ -129,7 +128,7 @@ class UnevenRanks:
     def post_forward(
         self, unit: Unit, module: nn.Module, *, is_recompute: bool, has_failed: bool
     ) -> None:
-        """Record that a forward ends; unless it failed, issue collectives of skipped submodules."""
+        """Record that a forward ends; unless it failed, issue skipped submodules' collectives."""
         opened = self._open_visits[is_recompute]
         if not opened or module is not opened[-1].node.module:
             return
@@ -139,7 +138,7 @@ class UnevenRanks:
                 self._issue_skipped_forwards(visit, len(visit.node.children))
 
     def pre_backward(self, visit: ForwardVisit) -> None:
-        """Record that a forward's backward begins; first end the backwards of later forwards."""
+        """Record that a forward's backward begins; end the backwards of later sibling forwards."""
         if visit.is_in_backward:
             return
         self._record_backward_start(visit)
@@ -152,14 +151,14 @@ class UnevenRanks:
             self._end_child_backwards(visit.parent, visit)
 
     def post_backward(self, run: ForwardRun, visit: ForwardVisit) -> None:
-        """Record that a forward's backward ends; first end its submodules' backwards."""
+        """End the backwards of submodules, then record that the forward's backward ends."""
         self._end_child_backwards(visit, None)
         run.unit.pending_backwards.discard(visit)
         if run in visit.runs:
             visit.runs.remove(run)
 
     def list_parent_runs(self, visit: ForwardVisit) -> list[ForwardRun]:
-        """Return the enclosing forward's `ForwardRun`s; [] without one or if its backward began."""
+        """Return the `ForwardRun`s of the enclosing module; [] if its backward has begun."""
         parent = visit.parent
         return [] if parent is None or parent.is_in_backward else parent.runs.copy()
 

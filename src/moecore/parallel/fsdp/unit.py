@@ -44,7 +44,7 @@ from moecore.parallel.fsdp.transport import ShardCopies, UnitStreams, UnitTransp
 
 
 class State(enum.Enum):
-    """Whether a unit is sharded, is being all-gathered, or is unsharded with its buffer ready."""
+    """The state of a unit: SHARDED, UNSHARDING (all-gather launched) or UNSHARDED (usable)."""
 
     SHARDED = enum.auto()
     UNSHARDING = enum.auto()
@@ -54,9 +54,9 @@ class State(enum.Enum):
 class Unit:
     """Parameters that are unsharded, resharded and reduced together, like `FSDPParamGroup`.
 
-    The parameters have one dtype and mesh, and are used by the forward of `modules`. `format`
-    converts shards to the values that are all-gathered over `shard_group` (None = not sharded).
-    After the reduce-scatter gradients are all-reduced over the groups of `replicas`.
+    The parameters have one dtype and mesh. The forward of each module in `modules` reads them.
+    `format` converts shards to the values that are all-gathered over `shard_group` (None = not
+    sharded). After the reduce-scatter, gradients are all-reduced over the groups of `replicas`.
     """
 
     def __init__(
@@ -142,14 +142,14 @@ class Unit:
         )
 
     def list_versions(self) -> list[int]:
-        """Return each shard's version counter; while unsharded, the counter at the all-gather."""
+        """Return each shard's version counter; if unsharded, its value at the last all-gather."""
         if self.state is State.SHARDED or self.buffer is None:
             # In-place operations of a DTensor do not change the version of its local tensor.
             return [sum_version_counters(param.sharded, param.shard) for param in self.params]
         return self._shard_versions
 
     def refresh_sharded_params(self) -> None:
-        """If SHARDED, read the modules' current shards; always update `requires_grad`."""
+        """Read the modules' current shards if SHARDED, and their `requires_grad` in every state."""
         if self.state is State.SHARDED:
             changed = [param.refresh_sharded_param() for param in self.params]
             if any(changed) and self.buffer is None:
@@ -164,10 +164,7 @@ class Unit:
                 unsharded.requires_grad = is_trained
 
     def unshard(self) -> None:
-        """If SHARDED, reshard the unit that uses the buffer, and launch the all-gather.
-
-        Collective.
-        """
+        """If SHARDED, reshard the unit that uses the buffer; launch the all-gather. Collective."""
         if self.state is not State.SHARDED:
             return
         self._acquire_buffer()
@@ -200,7 +197,7 @@ class Unit:
         self.state = State.UNSHARDING
 
     def can_unshard(self) -> bool:
-        """Whether a prefetch may take the buffer: its unit is not in use and not UNSHARDING."""
+        """Whether a prefetch may use the buffer: no other unit in it is in use or UNSHARDING."""
         holder = None if self.buffer is None else self.buffer.holder
         if holder is None or holder is self:
             return True
@@ -217,7 +214,7 @@ class Unit:
             self.state = State.UNSHARDED
 
     def move_to_host(self, host_shards: Sequence[Tensor], shard_copies: ShardCopies) -> None:
-        """Move the shards to `host_shards`, from which `shard_copies` copies to the device."""
+        """Move the shards to `host_shards`; `shard_copies` copies these to the device."""
         self._streams.shard_copies = shard_copies
         for param, host_shard in zip(self.params, host_shards, strict=True):
             param.move_to_host(host_shard, shard_copies)
@@ -228,7 +225,7 @@ class Unit:
             param.device_shard = None
 
     def register_params(self, *, unsharded: bool) -> None:
-        """If UNSHARDED, register the unsharded parameters on modules; if False, the sharded."""
+        """If UNSHARDED, register parameters on modules: unsharded if `unsharded`, else sharded."""
         if self.state is State.UNSHARDED:
             register_params(self.params, unsharded=unsharded)
 
@@ -254,7 +251,7 @@ class Unit:
         self.gradients.clear_events()
 
     def list_buffers(self) -> list[Buffer[Any]]:
-        """Return the shared buffers of unsharded parameters and gradient sums that exist."""
+        """Return the unit's buffers of unsharded parameters and of gradient sums that exist."""
         return [b for b in (self.buffer, self.gradients.buffer) if b is not None]
 
     def _acquire_buffer(self) -> None:
@@ -308,10 +305,10 @@ class Unit:
 class CollectiveHeader:
     """Makes and checks the header of each all-gather: numbers that must be equal on all ranks.
 
-    Ranks with different numbers would issue different collectives afterwards, so gloo would end the
-    process, or a rank would receive another unit's values. All-gathers on CPUs therefore carry a
-    header of 64 bytes, and all ranks of the group raise an error. NCCL carries no header, because
-    the host would have to wait for it.
+    Ranks with different numbers would issue different collectives afterwards: gloo would end the
+    process, or a rank would receive another unit's values. On CPUs each all-gather carries a header
+    of 64 bytes, and all ranks of the group raise an error if headers differ. NCCL carries no
+    header, because the host would have to wait for it.
     """
 
     def __init__(self, root: nn.Module, units: Sequence[Unit], device_type: str) -> None:
@@ -329,7 +326,7 @@ class CollectiveHeader:
         }
 
     def begin_forward(self, progress: Progress | None) -> None:
-        """Set the numbers that all headers contain during the model forward that begins."""
+        """Set the header's numbers for a model forward, such as grad mode and micro-batch."""
         autocast, micro_batch = None, 0
         if torch.is_autocast_enabled(self._device_type):
             autocast = torch.get_autocast_dtype(self._device_type)
@@ -339,7 +336,7 @@ class CollectiveHeader:
         self._forward_numbers = [*flags, DTYPES.index(autocast), micro_batch]
 
     def make_header(self, unit: Unit) -> list[int]:
-        """Return a unit's header: unit index, numbers of the forward, checksum of requires_grad."""
+        """Return unit index, numbers of the forward, and a checksum of all `requires_grad`."""
         trained = bytes(param.sharded.requires_grad for param in unit.params)
         checksum = (sum(trained) << 32) + zlib.crc32(trained)
         return [self._index[unit], *self._forward_numbers, checksum]

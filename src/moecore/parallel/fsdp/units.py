@@ -41,7 +41,7 @@ class Units:
 
 
 def find_units(model: nn.Module, options: FSDPOptions) -> Units:
-    """Return the modules of each unit (FSDP2's parameter group), after MoE blocks were replaced."""
+    """Return the modules of each FSDP unit, after MoE blocks were replaced by MoE layers."""
     blocks = find_blocks(model)
     layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
     lists = _group_blocks(model, blocks, max(len(blocks), 1))
@@ -81,8 +81,9 @@ def find_units(model: nn.Module, options: FSDPOptions) -> Units:
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of a model, such as decoder layers, in module order.
 
-    Blocks are entries of outermost ModuleLists, ModuleDicts and Sequentials with MoE layers, or of
-    all such lists in a dense model. An entry with a parameter of other modules is not a block.
+    Blocks are the entries of outermost ModuleLists, ModuleDicts and Sequentials; in a model with
+    MoE layers, only of lists that contain an MoE layer. Entries that share a parameter are
+    excluded.
     """
     # A MoE layer outside of the lists is a block too. An entry that shares a parameter with another
     # module (an embedding tied to the head) belongs to the root, or two units would train copies.
@@ -111,7 +112,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Return the untied output heads (`is_fsdp_head`) after a block, which become units."""
+    """Return the untied output heads (`is_fsdp_head`) after a block; each becomes a unit."""
     # In the root unit no compute would hide a head's all-gather and reduction. A separate unit is
     # all-gathered while the last block runs, is resident, and is reduced first. Only the forward of
     # the head may read its weight, as in `moecore.models`. Heads of other models belong to the
@@ -129,7 +130,7 @@ def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
 
 
 def make_tied_predicate(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Return a predicate: whether a module shares a parameter with the rest of `model`."""
+    """Return a predicate: whether a module shares a parameter with other modules of `model`."""
     holders, parents = Counter[int](), Counter[nn.Module]()
     for module in model.modules():
         holders.update(id(p) for p in module.parameters(recurse=False))
@@ -161,16 +162,16 @@ def _is_shared_outside(block: nn.Module, model: nn.Module) -> bool:
 
 
 def is_in_router_unit(router: Router, options: FSDPOptions) -> bool:
-    """Whether a router is in a separate unit, because mixed precision must not cast its weight."""
+    """Whether a router's weight is in a separate unit, so that mixed precision does not cast it."""
     return options.param_dtype not in (None, router.weight.dtype)
 
 
 def plan_forward_prefetch(model: nn.Module, units: Units, num_blocks: int) -> Prefetch:
     """Map each unit's first module to the first modules of units that it prefetches in forward.
 
-    `units.first_use` has a list of units for each group of blocks, or head. A unit prefetches the
-    later units of its list, and all units of the next `num_blocks` lists. Both must be in one
-    outermost ModuleList.
+    Each entry of `units.first_use` lists the units of a group of blocks, or a head. A unit
+    prefetches the later units of its entry, and the units of the next `num_blocks` entries in the
+    same outermost ModuleList.
     """
     prefetch_of: dict[nn.Module, list[nn.Module]] = {}
     list_of = _find_outermost_lists(model)
@@ -188,8 +189,8 @@ def plan_forward_prefetch(model: nn.Module, units: Units, num_blocks: int) -> Pr
 def plan_backward_prefetch(units: Units, num_blocks: int) -> Prefetch:
     """Map each unit's first module to the first modules of units that it prefetches in backward.
 
-    A unit prefetches the remaining units of its list in `units.first_use`, and all units of the
-    previous `num_blocks` lists. It also prefetches earlier heads, which may run several times.
+    A unit prefetches the remaining units of its entry in `units.first_use`, and the units of the
+    previous `num_blocks` entries. It also prefetches earlier heads, which may run several times.
     """
     prefetch_of: dict[nn.Module, list[nn.Module]] = {}
     backward = [[group[0], *reversed(group[1:])] for group in reversed(units.first_use)]
@@ -236,7 +237,7 @@ def _list_moe_layers(blocks: list[nn.Module]) -> list[RoutedLayer]:
 
 
 def make_kind_lookup(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Callable[[str], str]:
-    """Return a function that maps a clean parameter name to its kind, such as "attention"."""
+    """Return a function that maps a parameter's name to its kind, such as "attention"."""
     roles: dict[str, str] = {}
     kinds = {"router": "router", "experts": "experts", "shared": "shared experts"}
     for name, layer in layers.items():

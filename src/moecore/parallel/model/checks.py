@@ -63,7 +63,7 @@ def check_stage_layout(
     bound_layers: Collection[int],
     request: Request,
 ) -> None:
-    """Raise ValueError for stages that begin with `bound_layers`, or a rank without any part."""
+    """Raise ValueError if a stage begins with a layer in `bound_layers`, or a rank is empty."""
     wrong = [s.layers[0] for s in layout.stages if s.layers and s.layers[0] in bound_layers]
     if wrong:
         raise ValueError(

@@ -40,8 +40,8 @@ class GradientNorm:
     Attributes:
         total_on_device: the L2 norm, an fp64 scalar.
         overflowed: bool scalar on the device: the gradient is not finite.
-        skipped: bool scalar on the device: `overflowed`, or the norm is above the limit. The
-            optimizer does not change a parameter then.
+        skipped: bool scalar on the device: `overflowed`, or the norm exceeds `skip_threshold`. A
+            skipped step changes no parameter.
     """
 
     def __init__(
@@ -125,15 +125,16 @@ def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm | None) -> GradientNorm:
     """Clip gradients in place to an L2 norm of at most `max_norm`; return the norm before clipping.
 
     If any gradient is nan or inf, all gradients become None on every rank, so that the optimizer
-    changes nothing. A warning names the parameters. If ranks with the same sequences received
-    different tensors, gradients become None too. The next forward then raises an error. Host sync.
+    changes nothing. A warning names the parameters. If ranks that share sequences received
+    different tensors, gradients become None, too; the next forward raises an error. Host sync.
 
     Args:
         model: a parallelized or plain model, the same on every rank.
         max_norm: a positive number; None or `math.inf` = only measure.
 
     Raises:
-        ValueError: if a parameter was added after `parallelize_moe`, whose gradient is not reduced.
+        ValueError: if a trainable parameter was added after `parallelize_moe`: its gradient is not
+            reduced.
     """
     check_arguments(clip_grad_norm_, locals())
     max_norm, is_wrong = math.inf if max_norm is None else max_norm, end_argument_comparison(model)

@@ -27,10 +27,10 @@ ADAPTER_FIX = "pass adapters={MyBlock: fn}, whose key is the class itself"  # fo
 
 
 class Family(Protocol):
-    """The model-specific operations of moecore; the defaults are for models such as `Decoder`."""
+    """The operations that depend on the model's class; the defaults suit models like `Decoder`."""
 
     def unwrap_peft(self, model: nn.Module) -> nn.Module:
-        """Return the module to shard, which is inside a wrapper such as peft's `PeftModel`."""
+        """Return the module to shard: the model inside a wrapper such as peft's `PeftModel`."""
         return model
 
     def swap_blocks(
@@ -41,7 +41,7 @@ class Family(Protocol):
     def copy_with_layers(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> tuple[nn.Module, dict[str, RoutedLayer]]:
-        """Copy a model to meta; return the copy and the result of its `swap_blocks`."""
+        """Copy a model to meta; return the copy, and the result of `swap_blocks` for the copy."""
         copy = copy_modules(model, make_meta_parameter)[model]
         return copy, self.swap_blocks(copy, adapters)
 
@@ -50,7 +50,7 @@ class Family(Protocol):
         return
 
     def set_dtypes(self, model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
-        """Cast a model in place for compute in `dtype`; return names of tensors that stay fp32."""
+        """Cast a model in place to compute in `dtype`; return names of tensors that stay fp32."""
 
     def make_staged_model(self, model: nn.Module) -> StagedModel:
         """Return the model's `StagedModel`; NotImplementedError if it has no pipeline stages."""
@@ -79,12 +79,12 @@ class Family(Protocol):
         return [layer for layer in layers if layer.indexer is not None]
 
     def add_indexer_losses(self, model: nn.Module, config: IndexerConfig) -> None:
-        """Add the loss of `config` to each layer with an indexer, to train the indexer."""
+        """Add the indexer's loss, with the options `config`, to each layer with an indexer."""
         for layer in self.find_indexers(model):
             cast(Any, layer).enable_indexer_training(config)
 
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
-        """Whether a forward's arguments contain a token that is not padding; bool or 0-dim bool."""
+        """Whether forward's arguments contain a token that is not padding; bool or 0-dim bool."""
         mask_BT = inputs.get("padding_mask_BT")
         return has_no_empty_tensor(inputs, "tokens_BT") if mask_BT is None else ~mask_BT.all()
 
@@ -118,18 +118,18 @@ class Family(Protocol):
     def install_guards(
         self, model: nn.Module, *, wrapper: nn.Module, warns_about_cache: bool
     ) -> None:
-        """Make methods of `model` and its `wrapper` that need full tensors raise errors."""
+        """Make methods of `model` and its `wrapper` that need unsharded parameters raise errors."""
 
 
 def has_no_empty_tensor(inputs: Mapping[str, Any], *names: str) -> bool:
-    """Return whether no argument in `names` is an empty tensor; absent arguments do not count."""
+    """Whether none of the arguments `names` is an empty tensor; absent arguments do not count."""
     values = (inputs.get(name) for name in names)
     return all(value.numel() > 0 for value in values if isinstance(value, Tensor))
 
 
 @runtime_checkable
 class TensorParallelModel(Protocol):
-    """A model that supports tp > 1 with a method that shards its dense parameters."""
+    """A model with a method that shards its dense parameters, as tp > 1 requires."""
 
     def apply_tensor_parallel(self, tp_mesh: DeviceMesh) -> Any:
         """Shard all parameters except routed experts over the 1-D mesh `tp_mesh`, in place."""
@@ -139,12 +139,12 @@ class TensorParallelModel(Protocol):
 class ContextParallelModel(Protocol):
     """A model that supports context parallelism (cp > 1).
 
-    Its MoE layers receive the zigzag slice of tokens (`kernels/zigzag.py`), and `cu_seqlens` of the
-    full sequences.
+    Its MoE layers receive this rank's zigzag slice of the tokens (`kernels/zigzag.py`), and the
+    `cu_seqlens` of the unsliced sequences.
     """
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """Return the options with `way` (communication method) chosen; ValueError for its heads."""
+        """Return `options` with communication method `way` chosen; ValueError if none fits."""
 
     def apply_context_parallel(self, cp: ContextParallel) -> None:
         """Make forwards receive full sequences and compute only this rank's slice."""
@@ -155,7 +155,7 @@ class DynamicContextModel(Protocol):
     """A model that supports `ContextOptions.dynamic`: each forward has its own cp."""
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """Return the options with attention's communication method chosen for this `cp`."""
+        """Return `options` with communication method `way` chosen for this `cp`."""
 
     def apply_context_groups(self, groups: Mapping[int, ContextParallel]) -> None:
-        """Set {cp degree: `ContextParallel`} for each cp > 1 that a forward can have."""
+        """Set {cp degree: `ContextParallel`}, one entry for each cp > 1 that a forward may use."""

@@ -26,8 +26,8 @@ SELF_FILLING = (Router, Experts, SharedExpert, Latent)  # modules of moecore wit
 def patch_module_protocols(model: nn.Module) -> None:
     """Make `copy.deepcopy` and `load_state_dict` work on a parallelized model and submodules.
 
-    A deep copy has copies of this rank's shards, and no units. It can be averaged, saved and
-    exported, but not run. `load_state_dict` also accepts unsharded tensors. `pickle` raises.
+    A deep copy has copies of this rank's shards and no FSDP units: it can be saved and exported,
+    but its forward cannot run. `load_state_dict` also accepts unsharded tensors. `pickle` raises.
     """
     for module in model.modules():  # every module, because wrappers read attributes of submodules
         vars(module)["__deepcopy__"] = partial(_deepcopy, module)
@@ -96,8 +96,8 @@ def _refuse_forward(module: nn.Module, _args: Any) -> None:
 def register_forward_method(model: nn.Module, name: str) -> None:
     """Make a method of a parallelized model all-gather parameters, as the forward does.
 
-    This is like `torch.distributed.fsdp.register_fsdp_forward_method`. Every rank must call the
-    method, because it communicates. The model's forward hooks run before and after the method.
+    Like `torch.distributed.fsdp.register_fsdp_forward_method`. Every later call of the method is
+    collective, and runs the model's forward hooks before and after the method.
 
     Args:
         model: a parallelized model, or a module in it whose parameters are a unit.

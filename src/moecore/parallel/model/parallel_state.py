@@ -57,7 +57,7 @@ class ParallelState:
 
     @property
     def pools(self) -> list[ExchangePool | EPGroups | UnitEngine]:
-        """The owners of memory that peer ranks can access; `close` frees their memory."""
+        """The owners of memory that peer ranks can access; an owner's `close` frees its memory."""
         owners = (self.exchanges, self.ep_groups, self.engine)
         return [owner for owner in owners if owner is not None]
 
@@ -93,7 +93,7 @@ def list_engines(model: nn.Module) -> list[UnitEngine]:
 
 
 def end_argument_comparison(model: nn.Module) -> Tensor | None:
-    """End a step's comparison of arguments; return whether they differed, a 0-dim device bool."""
+    """End a step's comparison of arguments; return whether any differed; None = no comparison."""
     flags = (r.arguments.end_step() for r in list_parallel_states(model) if r.arguments is not None)
     differences = [flag for flag in flags if flag is not None]
     return torch.stack(differences).any() if differences else None
@@ -111,7 +111,7 @@ def get_moe_state(model: nn.Module) -> MoEState:
 
 
 def get_capacity(model: nn.Module) -> BufferCapacities:
-    """Return the capacities of a model's exchange buffers and of its pages of saved rows."""
+    """Return the capacities of a model's exchange buffers and of its buffer of saved rows."""
     state = get_parallel_state(model)
     assert state is not None and state.capacity is not None, "its balance record was found"
     return state.capacity
@@ -130,7 +130,7 @@ def get_progress(model: nn.Module) -> Progress | None:
 
 
 def find_staged_module(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
-    """Return the submodule with pipeline stages and its `AllStages`; otherwise (`model`, None)."""
+    """Return the submodule with pipeline stages and its `AllStages`; (model, None) without pp."""
     states = ((m, vars(m)[PARALLEL_STATE]) for m in model.modules() if PARALLEL_STATE in vars(m))
     owners = [(m, state.all_stages) for m, state in states if state.all_stages is not None]
     if len(owners) > 1:
@@ -142,7 +142,7 @@ def find_staged_module(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
 
 @torch.no_grad()
 def all_reduce_stage_copies(model: nn.Module) -> None:
-    """All-reduce (sum) the gradients of parameters that stages share, in place. No host sync."""
+    """All-reduce (sum) the gradients of parameters that several stages have. No host sync."""
     owner, stages = find_staged_module(model)
     if stages is None:
         return

@@ -58,7 +58,7 @@ def check_no_added_parameter(model: nn.Module) -> None:
 def check_optimizer_is_newer(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None
 ) -> None:
-    """Raise a ValueError if an optimizer has only parameters from before `parallelize_moe`."""
+    """Raise a ValueError if all of an optimizer's parameters predate `parallelize_moe`."""
     optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer] if optimizer else []
     params_of = [{p for group in o.param_groups for p in group["params"]} for o in optimizers]
     model_params = set(model.parameters())
@@ -69,7 +69,7 @@ def check_optimizer_is_newer(
 
 
 def mark_replaced_params(params: Iterable[nn.Parameter]) -> None:
-    """Mark replaced parameters: an optimizer that steps such a parameter raises a ValueError."""
+    """Mark parameters that shards have replaced: an optimizer step on them raises a ValueError."""
     _register_optimizer_hooks()
     for param in params:
         setattr(param, REPLACED, True)

@@ -67,7 +67,7 @@ def check_registered_buffers(_model: nn.Module, state: ParallelState) -> None:
 
 
 def choose_dispatcher(request: Request) -> tuple[str, str]:
-    """Return a dispatcher's name and the reason; "auto" if the choice needs a test of the GPUs."""
+    """Return a dispatcher's name and the reason; "auto" = the choice needs a test of the GPUs."""
     meshes, name = request.meshes, request.dispatch.name
     num_ranks = meshes.parallel.ep * meshes.parallel.etp
     problem = find_local_peer_problem(num_ranks, meshes.device_type)
@@ -83,7 +83,7 @@ def choose_dispatcher(request: Request) -> tuple[str, str]:
 
 
 def resolve_dispatcher(model: nn.Module, state: ParallelState) -> None:
-    """Test the GPUs' links, replace "auto" in the plan, and create groups. Collective."""
+    """Replace "auto" in the plan after a test of peer access, and create groups. Collective."""
     request, plan = state.request, state.plan
     meshes, group = request.meshes, request.meshes.dispatch_group
     if group is None:
@@ -249,7 +249,7 @@ def apply_context_parallel(model: nn.Module, state: ParallelState) -> None:
 
 
 def create_balance_state(model: nn.Module, state: ParallelState) -> None:
-    """Create the model's load-balance state and the capacities of its buffers, on `state`."""
+    """Set `state.state` (load balance) and `state.capacity` (limits of exchange buffers)."""
     meshes = state.request.meshes
     groups = BalanceGroups(
         micro_batch=meshes.micro_batch_group,
@@ -286,7 +286,7 @@ def install_argument_checks(model: nn.Module, state: ParallelState) -> None:
 def select_local_stages(
     model: nn.Module, request: Request
 ) -> tuple[PipelineLayout | None, Sequence[Stage]]:
-    """Remove other ranks' stages; return (layout, this rank's stages), or (None, ()) if pp is 1."""
+    """Replace other ranks' modules; return (layout, this rank's stages), (None, ()) for pp 1."""
     pp = request.meshes.parallel.pp
     if pp == 1 or request.pipeline is None:
         return None, ()
@@ -303,10 +303,7 @@ def select_local_stages(
 
 
 def apply_pipeline(model: nn.Module, state: ParallelState) -> None:
-    """Create `state.pipeline`. Collective.
-
-    Raises ValueError if stages have different values of a parameter that they share.
-    """
+    """Create `state.pipeline`; ValueError if stages' copies of a parameter differ. Collective."""
     request, meshes = state.request, state.request.meshes
     if state.layout is None:
         return
@@ -332,7 +329,7 @@ def apply_pipeline(model: nn.Module, state: ParallelState) -> None:
 def group_blocks_by_stage(
     model: nn.Module, blocks: Sequence[nn.Module], state: ParallelState
 ) -> dict[int, list[nn.Module]] | None:
-    """Return {stage index: this rank's blocks in the pipeline stage}; None = no stages."""
+    """Return {stage index: blocks of the stage} of this rank's stages; None = no stages."""
     if state.layout is None:
         return None
     staged = state.request.family.make_staged_model(model)

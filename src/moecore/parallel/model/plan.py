@@ -50,7 +50,7 @@ Layers = Mapping[str, RoutedLayer]
 def make_shard_plan(
     model: nn.Module, layers: Layers, request: Request, fp32_names: Set[str]
 ) -> ShardPlan:
-    """Plan the sharding of a model with these MoE layers by name, without changing it."""
+    """Return the plan to shard a model with these MoE layers by name; `model` is not changed."""
     copies = copy_modules(model, make_meta_parameter)
     twin = copies[model]
     twins = {n: cast(RoutedLayer, copies[m]) for n, m in layers.items()}
@@ -88,7 +88,7 @@ def shard_over_ep_and_tp(model: nn.Module, layers: Layers, request: Request) -> 
 
 
 def has_unsharded_experts(meshes: Meshes) -> bool:
-    """Whether each expert's parameters (or each etp shard) are on one rank only."""
+    """Whether each expert (or its etp shard) has one owner: edp_replicate * edp_shard is 1."""
     return meshes.parallel.edp_replicate * meshes.parallel.edp_shard == 1
 
 

@@ -42,7 +42,7 @@ LossConvention = Literal["mean", "sum"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """The arguments of `parallelize_moe`, with default records in place of None."""
+    """The arguments of `parallelize_moe`; options that were None are default records."""
 
     family: Family
     meshes: Meshes
@@ -65,7 +65,7 @@ class Request:
         return self._select_recipe(layer_name, layer, role)
 
     def find_fp8_problem(self, layer_name: str, layer: RoutedLayer) -> str | None:
-        """Return why `Precision.only_faster` excludes a layer's experts from FP8, or None."""
+        """Return why `Precision.only_faster` disables FP8 for a layer's experts, or None."""
         recipe = self._select_recipe(layer_name, layer, "experts")
         if recipe is None or self.precision is None or not self.precision.only_faster:
             return None
@@ -100,14 +100,14 @@ class Request:
         return {cp: owner.context_options(options, cp, p.tp) for cp in sizes}
 
     def make_layer_config(self, layer: RoutedLayer) -> MoEConfig:
-        """Return a copy of a layer's config in which the argument `moe` replaces fields."""
+        """Return a layer's config with the fields that the argument `moe` overrides."""
         config, moe = layer.config, self.moe
         if config.assignment == "hash":  # a selection by a hash of token ids cannot be balanced
             moe = {**moe, "balance": config.balance}
         return replace(config, **moe)
 
     def make_expert_spec(self, layer: RoutedLayer, recipe: Recipe | None) -> ExpertSpec:
-        """Return this rank's shapes, dtypes and recipe (None = no FP8) of a layer's experts."""
+        """Return the local shapes, dtypes and recipe (None = no FP8) of a layer's experts."""
         experts: Experts = layer.get_part("experts")
         return experts.make_spec(
             dim=layer.config.expert_dim,
@@ -118,7 +118,7 @@ class Request:
         )
 
     def list_compared_arguments(self) -> dict[str, Any]:
-        """Return {name: value} of the arguments that ranks compare, without parallel degrees."""
+        """Return {name: value} of the arguments, without degrees, that ranks must pass equally."""
         records = ("family", "meshes", "moe", "dispatch", "dense", "fsdp", "memory")
         entries = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in records}
         entries |= {f"MoEConfig.{name}": value for name, value in self.moe.items()}
@@ -151,7 +151,7 @@ def compare_models(model: nn.Module, layers: Mapping[str, RoutedLayer], request:
 
 
 def compare_stages(model: nn.Module, plan: ShardPlan, request: Request) -> None:
-    """Raise a ValueError if plans or weights differ in a pipeline stage, on all of its ranks."""
+    """Raise a ValueError on all ranks of a pipeline stage if their plans or weights differ."""
     device_type = request.meshes.device_type
     # Other parts of a plan follow from arguments and model. Recipes also depend on the GPU
     # ("auto"), and placements on the model's own tensor parallelism.

@@ -39,7 +39,7 @@ NOTHING = make_flat_layout("float32", "float32", "float32", None, (), 1)
 
 
 def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine:
-    """Shard parameters over data ranks, after tp, ep and etp, in place; return their engine."""
+    """Shard parameters over data ranks, in place, after tp, ep and etp; return the engine."""
     streams, owners = UnitStreams(meshes.device_type), _find_owners(model)
     join = cache(concatenate_meshes)  # a mesh takes milliseconds; parameters share a few meshes
     units_of: dict[str, list[Unit]] = {}

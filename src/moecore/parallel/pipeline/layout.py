@@ -77,7 +77,7 @@ class PipelineLayout:
         return _join_stage_letters([stage.letters for stage in self.stages])
 
     def format_table(self, pp: NumStages, rank_of: Sequence[int] | None = None) -> str:
-        """Return a table of layer indices as text: a row per pp rank, a column per stage in it."""
+        """Return a text table: a row per pp rank, a column per stage; stage s is on rank_of[s]."""
         chunks = self.chunks(pp)
         rank_of = rank_of or [stage % pp for stage in range(len(self.stages))]
         lines = [("pp rank", *(f"chunk {chunk}" for chunk in range(chunks)))]
@@ -117,7 +117,7 @@ class LayoutCosts(CheckedRecord):
 def parse_layout(
     text: str, *, num_layers: NumStages, num_mtp_layers: NumMTPLayers = 0
 ) -> PipelineLayout:
-    """Parse a layout string such as "Et*3|(tt|)*29m|L"; spaces are ignored.
+    """Parse a layout string such as "Et*3|(tt|)*29m|L", see `PipelineConfig`; spaces are ignored.
 
     Raises:
         ValueError: if the string is malformed, or does not have the model's numbers of layers.
@@ -151,10 +151,10 @@ def even_layout(
     num_mtp_layers: NumMTPLayers = 0,
     bound_layers: frozenset[int] = frozenset(),
 ) -> PipelineLayout:
-    """Return a layout with equal numbers of layers per stage; the first stages get the remainder.
+    """Return a layout with equal numbers of layers per stage; first stages may have one more.
 
-    The first stage has the embedding. The last stage has MTP modules, head and loss. No stage may
-    begin with a layer in `bound_layers`; such a stage begins with the nearest allowed layer.
+    The first stage has the embedding. The last stage has MTP modules, head and loss. If a stage
+    would begin with a layer in `bound_layers`, it begins with the nearest layer not in the set.
     """
     check_arguments(even_layout, locals())
     return parse_layout(

@@ -39,7 +39,7 @@ def find_next_backwards(order: Sequence[Item]) -> list[Action | None]:
 
 
 def list_last_block_offloads(order: Sequence[Item]) -> list[bool]:
-    """Return, for each item of a rank's order, whether its forward offloads its last block."""
+    """Return, per item of a rank's order, whether its forward offloads its last block's tensors."""
     # Not if the micro-batch's backward is the next backward of this item or the two items after it.
     backwards = find_next_backwards(order)
     flags = []
@@ -66,8 +66,8 @@ def offload_fractions(
     - The copy to the device starts with the item before the backward.
 
     One fraction holds for all micro-batches of a stage. It is 0 if a backward directly follows its
-    forward. Stages of one rank share the copy engines: all get an equal fraction first, then each
-    stage in order gets as much more as possible.
+    forward. Stages of one rank share the copy engines: first all stages get an equal fraction, then
+    each stage in order gets the largest possible increase.
 
     Args:
         schedule: the result of `make_schedule`.

@@ -20,7 +20,7 @@ Kind = Literal["F", "B", "D", "W"]
 
 
 class Action(NamedTuple):
-    """One pass (forward, backward, or a part of backward) of one micro-batch through one stage."""
+    """A forward (F), backward (B), or the input (D) or weight (W) gradients of a backward."""
 
     kind: Kind  # F forward, B backward, D gradients of inputs, W gradients of weights
     stage: int  # index of the virtual stage, in the order of forward
@@ -38,7 +38,7 @@ Item = Action | Overlap
 
 
 def list_actions(item: Item) -> tuple[Action, ...]:
-    """Return (the action,), or (the forward, the backward) of an `Overlap`."""
+    """Return the actions of an item: (forward, backward) of an `Overlap`, otherwise (item,)."""
     return tuple(item) if isinstance(item, Overlap) else (item,)
 
 
@@ -46,7 +46,7 @@ Pass = tuple[int, int] | None  # (stage, micro-batch); None = a gap
 
 
 class Shape(NamedTuple):
-    """Sizes of a pipeline: ranks, chunks (stages) per rank, this rank, number of micro-batches."""
+    """Sizes of a pipeline: ranks, stages per rank (chunks), this rank, number of micro-batches."""
 
     pp: int
     chunks: int
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """The forwards and backwards of one rank in order, and the numbers by which they alternate."""
+    """One rank's forwards and backwards, each in order, and the numbers that interleave them."""
 
     forwards: Sequence[Pass]
     backwards: Sequence[Pass]
@@ -70,7 +70,7 @@ class Turns(NamedTuple):
 
 
 def make_order(turns: Turns) -> Iterator[Item]:
-    """Yield a rank's items (`Action` or `Overlap`) in order of execution."""
+    """Yield a rank's items (`Action` or `Overlap`) in the order in which the rank runs them."""
     forwards = [Action("F", *pass_) if pass_ else None for pass_ in turns.forwards]
     while forwards and forwards[-1] is None:
         forwards.pop()
@@ -151,7 +151,7 @@ def _make_v_turns(shape: Shape, *, num_extra: int = 0, **options: Any) -> Turns:
 
 
 class Rule(NamedTuple):
-    """The rule of a named schedule: stages per rank (None = any), V shape, order of passes."""
+    """The rule of a named schedule: stages per rank (None = any), V shape, function for `Turns`."""
 
     chunks: int | None
     is_v: bool

@@ -44,18 +44,18 @@ class StageOffload(Protocol):
     def offload_forward(
         self, *, offloads_last_block: bool, resident_input: Tensor | None
     ) -> AbstractContextManager[Any]:
-        """Return a context that offloads a forward's saved tensors, and yields a record of them."""
+        """Return a context that offloads a forward's saved tensors; it yields a record of these."""
 
     def start_copy_back(self, chunk: Any) -> None:
-        """Start to copy a forward's offloaded tensors, whose record is `chunk`, to the device."""
+        """Start to copy a forward's offloaded tensors (record `chunk`) to the device."""
 
     def free_last_block(self, chunk: Any) -> None:
-        """Free the device memory of a forward's last block, if its host copy is complete."""
+        """Free the device memory of a forward's last block, after its copy to the host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pipeline:
-    """A pipeline rank's model, its stages' layout, and the objects that run the schedule."""
+    """The model and stages of a pipeline rank, and the objects that run its schedule."""
 
     model: StagedModel  # runs this rank's stages
     engine: UnitEngine  # of its units
@@ -94,14 +94,14 @@ def run_pipeline(
     scale_loss: Callable[[Tensor], Tensor],
     run_side_by_side: SideBySide,
 ) -> Tensor:
-    """Run forward and backward of all micro-batches; return unscaled losses [n]. Collective."""
+    """Run all passes (`Overlap`s by `run_side_by_side`); return unscaled losses [n]. Collective."""
     schedule = _check_and_schedule(pipeline, micro_batches)
     return _ScheduleRun(pipeline, schedule, micro_batches, scale_loss, run_side_by_side).run()
 
 
 @torch.no_grad()
 def forward_pipeline(pipeline: Pipeline, micro_batches: Sequence[Inputs]) -> Tensor:
-    """Run forwards of all micro-batches without gradients; return losses, fp32 [n]. Collective."""
+    """Run forwards of n micro-batches without gradients; return losses, fp32 [n]. Collective."""
     schedule = _check_and_schedule(pipeline, micro_batches)
     actions = ([a for item in order for a in list_actions(item)] for order in schedule.orders)
     forwards = tuple(tuple(a for a in order if a.kind == "F") for order in actions)

@@ -39,7 +39,7 @@ class Schedule:
     orders: tuple[tuple[Item, ...], ...]  # the items of each rank, in order
 
     def list_dependencies(self, action: Action) -> list[Action]:
-        """Return the actions whose results `action` reads; a kind "D" stands for "B" or "D"."""
+        """Return the actions whose results `action` reads. "D" stands for "D" or "B" there."""
         kind, stage, micro_batch = action
         if kind == "F":
             return [Action("F", stage - 1, micro_batch)] if stage else []
@@ -49,7 +49,7 @@ class Schedule:
         return [Action("F", stage, micro_batch), *after]
 
     def iterate_in_time_order(self) -> Iterator[tuple[int, Item]]:
-        """Yield (rank, item) in an order that satisfies all dependencies; stop at a deadlock."""
+        """Yield (rank, item) in an order that satisfies dependencies; ends at a deadlock."""
         finished: set[Action] = set()
         pending = [deque(order) for order in self.orders]
         has_progress = True
@@ -69,7 +69,7 @@ class Schedule:
     def check(self) -> None:
         """Raise a ValueError unless every pass runs once, on its stage's rank, without deadlock.
 
-        A rank waits for its dependencies only. It does not wait until its sends are received.
+        A rank waits only for inputs; it does not wait until its sends are received.
         """
         kind_of: dict[tuple[int, int], str] = {}
         for rank, order in enumerate(self.orders):
@@ -167,14 +167,15 @@ def make_schedule(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineConfig(CheckedRecord):
-    """Stages of a model over `ParallelConfig.pp` ranks, and the order of their micro-batches.
+    """The division of a model into stages over `ParallelConfig.pp` ranks, and the schedule.
 
     Attributes:
         layout: the layers of each stage, such as "Et*3|(tt|)*29m|L": E embedding, t layer, m
             multi-token prediction module, L head and loss, | border of two stages, () group, *n
             repetition. None = equal numbers of layers in `chunks` stages per rank.
-        chunks: stages per rank; None = by the layout, two for schedules in a V, otherwise one.
-        schedule: the order of forwards and backwards, see docs/pipeline.md.
+        chunks: stages per rank; None = the number in the layout. Without a layout None = two for
+            schedules "zbv" and "dualpipe-v", otherwise one.
+        schedule: the order of forwards and backwards, see `make_schedule`.
     """
 
     layout: str | None = None
@@ -199,8 +200,8 @@ class PipelineConfig(CheckedRecord):
     ) -> PipelineLayout:
         """Return the pipeline layout of a model with these numbers of layers over pp ranks.
 
-        `bound_layers` has the layers that read further results of the previous layer, so that no
-        stage can begin with them.
+        No stage can begin with a layer in `bound_layers`, because it reads more than the hidden
+        states of the previous layer.
 
         Raises:
             ValueError: if the layout does not have the model's numbers of layers.

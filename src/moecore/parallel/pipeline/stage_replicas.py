@@ -33,7 +33,7 @@ from moecore.parallel.mesh import Meshes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllStages:
-    """The parameter names of all pipeline stages, and the groups of stages that share them."""
+    """The parameter names of all pipeline stages, and process groups for shared parameters."""
 
     pp: int
     pp_rank: int
@@ -49,7 +49,7 @@ class AllStages:
         return self.num_holders[clean_name(param_name)] * (dist.get_world_size() // self.pp)
 
     def scatter_values(self, param_names: list[str], values: Tensor) -> Tensor:
-        """Return a number per name in `num_holders`: `values[i]` for `param_names[i]`, or 0."""
+        """Return a tensor over `num_holders` with `values[i]` for `param_names[i]`, otherwise 0."""
         order = {name: i for i, name in enumerate(self.num_holders)}
         indices = [order[clean_name(name)] for name in param_names]
         index = torch.tensor(indices, dtype=torch.int64, device="cpu")
@@ -58,7 +58,7 @@ class AllStages:
 
 
 def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
-    """All-gather parameter names of all stages; ValueError if shared values differ. Host sync."""
+    """All-gather all stages' parameter names; ValueError if shared values differ. Host sync."""
     peers, device_type = meshes.dense.get_group("pp"), meshes.device_type
     named = {clean_name(name): param for name, param in model.named_parameters()}
     forms = gather_objects({name: _describe_parameter(p) for name, p in named.items()}, peers)

@@ -29,7 +29,7 @@ from moecore.parallel.pipeline.layout import Stage
 
 
 class AbsentModule(nn.Module):
-    """A placeholder without parameters for a module of another rank's stage; returns its input."""
+    """A module without parameters that returns its input, in place of another rank's module."""
 
     def __init__(self, module: nn.Module, *, num_outputs: int = 1) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class AbsentModule(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageParts:
-    """The names of the modules of a model from which pipeline stages are built."""
+    """The names of a model's submodules that `remove_other_stages` divides between stages."""
 
     embedding: str
     towers: tuple[str, ...] = ()  # encoders of images and audio, in the stage of the embedding
@@ -71,7 +71,7 @@ class StagedModel(Protocol):
     """A model that can run pipeline stages (`Family.make_staged_model`)."""
 
     def stage_parts(self) -> StageParts:
-        """Return the names of the stages' modules, which `remove_other_stages` does not change."""
+        """Return the names of the stages' modules; unchanged by `remove_other_stages`."""
 
     def hidden_shape(self, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the shape of a stage's input hidden states for the forward arguments `inputs`."""
@@ -95,7 +95,7 @@ class StagedModel(Protocol):
 def remove_other_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
     """Replace the modules that these stages do not need by `AbsentModule`, in place.
 
-    Call it on a full model before `parallelize_moe`. Raises a ValueError if a module is absent.
+    Call it once, before `parallelize_moe`. A ValueError is raised if stages lack a module.
     """
     check_arguments(remove_other_stages, locals())
     parts, (num_layers, num_mtp) = model.stage_parts(), count_layers_and_mtp(model)
@@ -120,7 +120,7 @@ def remove_other_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
 def get_hidden_shape(
     model: StagedModel, stage: Stage, inputs: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """Return the local shape of a stage's input; ValueError for the first and empty stages."""
+    """Return the local shape of a stage's input; ValueError for the first or an empty stage."""
     if stage.embedding or not (stage.layers or stage.mtp or stage.loss):
         raise ValueError(
             f"stage ({stage.index}) must get hidden states and run something: nothing enters the "
@@ -148,12 +148,12 @@ def get_loss(output: Any) -> Tensor:
 
 
 def runs_final_norm(stage: Stage, num_mtp: int) -> bool:
-    """Whether a stage runs the final norm, in a model with `num_mtp` multi-token modules."""
+    """Whether a stage runs the final norm, in a model with `num_mtp` MTP modules."""
     return 0 in stage.mtp or (stage.loss and num_mtp == 0)
 
 
 def check_stage_modules(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int) -> None:
-    """Raise a ValueError if this rank lacks a module of a stage; no check inside torch.compile."""
+    """Raise a ValueError if this rank lacks a module of a stage. Does nothing in torch.compile."""
     if torch.compiler.is_compiling():
         return
     for name, module in _list_needed_modules(model, parts, stage, num_mtp):
@@ -165,7 +165,7 @@ def check_stage_modules(model: StagedModel, parts: StageParts, stage: Stage, num
 
 
 def require_arguments(inputs: Mapping[str, Any], *names: str) -> None:
-    """Raise a ValueError if a micro-batch lacks an argument; "a or b" requires one of two."""
+    """Raise a ValueError if `inputs` lacks an argument; a name "a or b" requires either."""
     for name in names:
         if all(inputs.get(part) is None for part in name.split(" or ")):
             raise ValueError(

@@ -99,7 +99,7 @@ class Timeline:
 
 
 def make_trace_name(item: Item) -> str:
-    """Return the name of an item in profiler traces: "moecore::", kind, stage, micro-batch."""
+    """Return an item's name in profiler traces: "moecore::", then kind, stage and micro-batch."""
     return "moecore::" + " beside ".join(
         f"{a.kind} stage {a.stage} micro-batch {a.micro_batch}" for a in list_actions(item)
     )
@@ -149,7 +149,7 @@ def list_boxes(timeline: Timeline) -> Iterator[Box]:
 def draw(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     """Write a PNG with a row per rank and a box per action, labelled by its micro-batch.
 
-    The colour is the kind of the action; later chunks are lighter. It needs matplotlib.
+    The colour is the kind of the action; a rank's later stages are lighter. Needs matplotlib.
     """
     check_arguments(draw, locals())
     try:
@@ -198,7 +198,7 @@ Times = tuple[PositiveOrZero, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs(CheckedRecord):
-    """Compute and communication time of one micro-batch on each stage, in any unit."""
+    """Compute and communication time of one micro-batch per stage, in any unit."""
 
     forward: Times  # compute of a forward
     backward_inputs: Times  # compute of input gradients, with recomputation
@@ -234,7 +234,7 @@ class Costs(CheckedRecord):
         )
 
     def get_action_times(self, action: Action) -> tuple[float, float]:
-        """Return (compute time, exposed communication time) of a forward or part of a backward."""
+        """Return (compute time, exposed communication time) of an action."""
         stage, compute = action.stage, 0.0
         if action.kind == "F":
             exchange = self.forward_exchange[stage] if self.forward_exchange else 0.0
@@ -250,9 +250,9 @@ class Costs(CheckedRecord):
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Simulate a schedule with these costs and return its timeline.
 
-    An `Overlap` has one compute stream and one communication stream. Its time is the maximum of:
-    the compute of both actions, the communication of both actions, and the time of each action. The
-    results of both actions are sent at its end.
+    An `Overlap` has one compute stream and one communication stream. Its time is the maximum of the
+    summed compute, the summed communication, and each action's time alone. The results of both
+    actions are sent at its end.
 
     Raises:
         ValueError: if the costs have another number of stages than the schedule.
@@ -275,7 +275,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 def compute_spans(
     schedule: Schedule, get_duration: Callable[[Item], float], transfer_time: float
 ) -> tuple[tuple[Span, ...], ...]:
-    """Return each rank's `Span`s: an item starts when the rank is idle and its inputs are there."""
+    """Return each rank's `Span`s. An item starts when the rank is idle and has its inputs."""
     spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
     ends: dict[Action, tuple[int, float]] = {}  # rank and end
     for rank, item in schedule.iterate_in_time_order():

@@ -32,7 +32,7 @@ ShapeOf = Callable[[int, int], tuple[int, ...]]  # (stage, micro-batch) -> shape
 
 
 class PipelineError(RankError):
-    """Raised if the rank of a neighbouring stage has ended, or did not answer in time."""
+    """Raised if a neighbouring stage's process has ended, or did not respond before the timeout."""
 
 
 class _Message(NamedTuple):
@@ -102,7 +102,7 @@ class StageTransport:
         }
 
     def receive_input(self, action: Action) -> Tensor | None:
-        """Receive an action's input, for the current stream; None = the action receives none."""
+        """Receive an action's input on the current stream; None = no other stage sends an input."""
         message = _get_needed_message(action, self._schedule.num_stages)
         if message is None:
             return None
@@ -166,7 +166,7 @@ class StageTransport:
 def create_communicators(
     direction_groups: Groups, stage_ranks: Sequence[int], pp_rank: int, device: torch.device
 ) -> None:
-    """Create NCCL's communicators: the ranks of each two neighbouring stages send a number."""
+    """Send one number between neighbouring stages, so that NCCL creates their communicators."""
     # A communicator must exist before the first message: see `StageTransport.receive`.
     neighbours = {pair for pair in pairwise(stage_ranks) if pair[0] != pair[1]}
     number = torch.zeros(1, device=device, dtype=torch.float32)
