@@ -106,14 +106,15 @@ class FakeNCCL:
     def _checked(self, name: str) -> Any:
         plain = getattr(CoalescedTransport, name)
 
-        def call(transport: CoalescedTransport, first: Any, second: Any, *header: Any) -> Any:
+        def call(transport: CoalescedTransport, first: Any, second: Any, last: Any) -> Any:
+            assert name == "all_gather" or last is True  # in place
             full = [*first, *second] if name == "all_gather" else second
             start, size = self.blocks.get(transport._group, (0, 0))
             for x in full:
                 if not start <= x.data_ptr() <= x.data_ptr() + x.nbytes <= start + size:
                     self.outside.append(name)
             self.events.append(name)
-            return plain(transport, first, second, *header)
+            return plain(transport, first, second, last)
 
         return call
 

@@ -274,11 +274,11 @@ class Gradients:
             flat = flags.new_empty(sum(self._sizes))
             shards = self._view_reduced_shards(flat, indices)
         all_flags = flat[-self._num_flags :]
-        if self.buffer is not None and self.buffer.registered is not None:
+        if in_place := (self.buffer is not None and self.buffer.registered is not None):
             flags = sums.flat[-flags.numel() :].copy_(flags)  # the launch must read no other memory
         with streams.use_reduce_stream():
             if self._transport is not None:
-                self._transport.reduce_scatter([*shards, all_flags], [*regions, flags])
+                self._transport.reduce_scatter([*shards, all_flags], [*regions, flags], in_place)
                 if sums is self._buffer_views and self.buffer is not None:
                     self.buffer.last_use.record()
                 else:

@@ -55,11 +55,19 @@ class CoalescedTransport:
             work.wait()
         return []  # the host would have to wait for the headers
 
-    def reduce_scatter(self, shards: Tensors, regions: Tensors) -> None:
-        """Reduce-scatter (sum) each region [ranks * n] into the shard [n] with its index."""
-        work = self._group.reduce_scatter_tensor_coalesced(shards, regions, self._reduce)
+    def reduce_scatter(self, shards: Tensors, regions: Tensors, in_place: bool) -> None:
+        """Reduce-scatter (sum) each region [ranks * n] into the shard [n] with its index.
+
+        If `in_place`, the sums are written to this rank's part of each region, then copied, because
+        NCCL's symmetric kernels read and write registered memory only.
+        """
+        rank, ranks = self._group.rank(), self._group.size()
+        sums = [r.view(ranks, -1)[rank] for r in regions] if in_place else shards
+        work = self._group.reduce_scatter_tensor_coalesced(sums, regions, self._reduce)
         if work is not None:
             work.wait()
+        if in_place:
+            foreach_copy_(shards, sums)
 
 
 class PackedTransport:
@@ -81,8 +89,9 @@ class PackedTransport:
         foreach_copy_([region.view(ranks, -1) for region in regions], parts)
         return rank_headers.contiguous().view(torch.int64).tolist() if words.numel() else []
 
-    def reduce_scatter(self, shards: Tensors, regions: Tensors) -> None:
+    def reduce_scatter(self, shards: Tensors, regions: Tensors, in_place: bool) -> None:
         """Reduce-scatter (sum) all `regions` in one message, and copy the sums to the shards."""
+        assert not in_place, "gloo registers no memory"
         ranks = self._group.size()
         messages = torch.cat([region.view(ranks, -1) for region in regions], dim=1)
         local_sums = messages.new_empty(messages.shape[1])
