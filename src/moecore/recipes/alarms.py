@@ -50,7 +50,7 @@ class Alarms:
         self._idle: dict[tuple[str, int], int] = {}  # layer and expert -> steps without a token
 
     def find_alarms(self, step: int, metrics: Metrics) -> list[str]:
-        """Return one line for each alarm of a step; `metrics` has the load of each expert."""
+        """Return one line of text per alarm of a step; `metrics` includes each expert's load."""
         lines = [*self._check_loss(metrics), *self._check_experts(metrics)]
         lines += [*self._check_collapse(metrics), *self._check_gradient(metrics)]
         lines += self._check_first_steps(step, metrics)
