@@ -50,7 +50,7 @@ MAX_DIVISORS = 64  # of a number of GPUs: layouts of a number with more would ta
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A layout and its memory plan, with the fastest options that fit, or with all if none fit."""
+    """A layout's memory plan with the fastest option set that fits, or with all options if none."""
 
     layout: Layout
     run: TrainingRun
@@ -127,7 +127,7 @@ def search(
     max_plans: Count | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> SearchResult:
-    """Return the layouts that fit, ranked; if none fits, the smallest change with which one does.
+    """Return the layouts that fit, ranked; if no layout fits, the smallest change to fit one.
 
     Args:
         request: the model and its training, and the options that may vary.
@@ -263,7 +263,7 @@ def add_step_time(candidate: Candidate, table: CostTable) -> FittingCandidate:
 
 
 def plan_layout(request: SearchRequest, layout: Layout, table: CostTable) -> Refusal | Candidate:
-    """Return a layout's refusal, or its plan with the fastest options that fit (all if none do)."""
+    """Return a layout's refusal, or its plan with the fastest options (all options if none fit)."""
     _check_time_is_modelled(request)
     if (refusal := find_refusal(request, layout)) is not None:
         return refusal
@@ -276,7 +276,7 @@ def plan_layout(request: SearchRequest, layout: Layout, table: CostTable) -> Ref
 
 
 def describe_outcome(request: SearchRequest, layout: Layout, outcome: Refusal | Candidate) -> str:
-    """Return a line: the options with which a layout fits, or why it is refused or too large."""
+    """Return text: the options with which a layout fits, or why it is refused or too large."""
     if isinstance(outcome, Refusal):
         return f"{layout}: refused ({outcome.rule}): {outcome.reason}"
     usage = f"{format_bytes(max(outcome.peaks))} of {format_bytes(request.max_gpu_bytes)}"
@@ -295,7 +295,7 @@ def describe_outcome(request: SearchRequest, layout: Layout, outcome: Refusal | 
 
 
 def plan_fitting_layout(request: SearchRequest, layout: Layout, estimator: Estimator) -> Candidate:
-    """Plan a layout with the fastest options that fit, or with all; correct `estimator`'s bytes."""
+    """Plan a layout with the fastest option set that fits, or with all; update `estimator`."""
     while (candidate := _plan_estimated_options(request, layout, estimator)) is None:
         pass
     return candidate
@@ -333,7 +333,7 @@ def plan_candidate(
 
 
 def find_smallest_change(request: SearchRequest, table: CostTable) -> str | None:
-    """Return text of the cheapest change with which a layout fits; None = none was found."""
+    """Return text of the cheapest change with which a layout fits; None = no change was found."""
     for text, changed in _list_request_changes(request):
         layouts, _ = _list_allowed_layouts(changed)
         estimate, options = Estimator(changed, table).num_bytes, list_option_sets(changed)[-1]
