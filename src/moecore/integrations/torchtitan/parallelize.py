@@ -62,7 +62,7 @@ def parallelize_titan_model(
     update_bias: bool,
     **_: Any,
 ) -> nn.Module:
-    """Replace a torchtitan model's MoE blocks and shard the model: a parallelize_fn."""
+    """Replace MoE blocks of a torchtitan model, and shard the model: a parallelize_fn."""
     check_job(job, parallel_dims, version, returns_loss=False)
     weights = get_moecore_options(job).hf_weights
     if weights is not None:
@@ -178,7 +178,7 @@ def check_model(option_name: str, model_class: type, known_classes: Iterable[typ
 
 
 def refuse_custom_function(option_name: str, value: Any, known_values: Container[Any]) -> None:
-    """Raise for an option's value that moecore would replace, unless it is in `known_values`."""
+    """Raise NotImplementedError if an option that moecore replaces is not in `known_values`."""
     if value not in known_values:
         raise NotImplementedError(
             f"{option_name} ({value!r:.80}) must be torchtitan's own, because moecore's takes its "
@@ -255,7 +255,7 @@ def _unwrap_checkpoint(block: nn.Module) -> nn.Module:
 
 
 def remove_router_name(names: list[str]) -> list[str]:
-    """Return the names of modules that checkpointing recomputes, without the router's gate."""
+    """Return the modules that activation checkpointing recomputes, without the router's gate."""
     return [name for name in names if name != "moe.router.gate"]
 
 
@@ -265,7 +265,7 @@ def is_compiled_job(job: Any) -> bool:
 
 
 def make_meshes(parallel_dims: ParallelDims) -> Meshes:
-    """Build moecore's meshes with torchtitan's degrees and order of ranks. Collective."""
+    """Build moecore's meshes with torchtitan's degrees and rank order. Collective."""
     d = parallel_dims
     parallel = ParallelConfig(
         dp_replicate=d.dp_replicate,
