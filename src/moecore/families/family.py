@@ -188,10 +188,7 @@ class TransformersFamily(ProtocolFamily):
     def install_guards(
         self, model: nn.Module, *, wrapper: nn.Module, warns_about_cache: bool
     ) -> None:
-        """Make methods that need full parameters raise, also of `wrapper`, the PeftModel or model.
-
-        If `warns_about_cache`, a key/value cache in training warns.
-        """
+        """Make methods that need full parameters raise; `warns_about_cache`: cache use warns."""
         super().install_guards(model, wrapper=wrapper, warns_about_cache=warns_about_cache)
         guard_models(model)
         if warns_about_cache:

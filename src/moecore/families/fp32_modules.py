@@ -42,10 +42,7 @@ def make_fp32_predicate(
 
 
 def set_dtypes(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
-    """Cast tensors that `from_pretrained` loads in fp32 to fp32, in place; return their names.
-
-    `dtype` is the compute dtype; if neither `dtype` nor the model is 16-bit, nothing changes.
-    """
+    """Cast tensors that `from_pretrained` loads in fp32 to fp32, in place; return their names."""
     # Buffers that transformers casts to the compute dtype, such as tables of decay rates, are cast
     # while their module runs. They are saved without the cast.
     half = _find_half_dtype(model, dtype)

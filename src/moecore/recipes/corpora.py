@@ -164,10 +164,7 @@ class DocumentRange:
 
 
 def split_sources(sources: Sequence[CorpusSource]) -> tuple[list[CorpusSource], list[CorpusSource]]:
-    """Split the last 5% of each source's documents, at least one, off: (training, evaluation).
-
-    ValueError for a source with fewer than two documents or without random access.
-    """
+    """Return (training, evaluation) sources; evaluation has the last 5% of each, >= 1 document."""
     parts: tuple[list[CorpusSource], list[CorpusSource]] = ([], [])
     for source in sources:
         number = len(source.documents) if source.is_indexed else 0

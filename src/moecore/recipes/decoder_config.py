@@ -105,10 +105,7 @@ def export_config(hf_config: Path, rotary: RotaryOptions, config: DecoderConfig)
 
 
 def choose_balance(moe: MoEConfig) -> dict[str, Any]:
-    """Return default [balance] fields: without `moe.expert_bias`, a global-batch balance loss.
-
-    With `expert_bias`, sigmoid scores and no group limit: quantile bias updates; otherwise {}.
-    """
+    """Return defaults of [balance]: a balance loss, or with `expert_bias` a bias update or {}."""
     if not moe.expert_bias:
         return {"micro_batch_coef": 0.0, "global_batch_coef": 0.05}
     if moe.score_function == "sigmoid" and moe.top_groups == moe.num_groups:

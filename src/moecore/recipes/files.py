@@ -82,10 +82,7 @@ UNUSED_FILES = ("original/*", "metal/*", "*.pth", "*.gguf", "*.onnx")  # weights
 
 
 def find_config(path: Path, option: str = "--hf-config") -> Path:
-    """Return `path` if it exists; otherwise download hub model `path`'s config.json, return that.
-
-    ValueErrors name the flag `option`.
-    """
+    """Return `path`, or if it is a name of the hub, the downloaded config.json."""
     if path.exists() or not HUB_ID.fullmatch(str(path)):
         return path
     from transformers.utils import cached_file
@@ -100,10 +97,7 @@ def find_config(path: Path, option: str = "--hf-config") -> Path:
 
 
 def find_model_directory(path: Path, option: str = "--model") -> Path:
-    """Return `path` if it exists; otherwise the local directory of hub model `path`.
-
-    The first process of a host downloads the model. ValueErrors name the flag `option`.
-    """
+    """Return `path`, or if it is a name of the hub, the directory that a host downloads once."""
     if path.exists() or not HUB_ID.fullmatch(str(path)):
         return path
     import huggingface_hub as hub

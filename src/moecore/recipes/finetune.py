@@ -253,10 +253,7 @@ def build_model(
     *,
     is_reference: bool = False,
 ) -> Any:
-    """Shard a meta model in place, load the weights of --model, and return the model. Collective.
-
-    With LoRA or `is_reference`, the weights may be rounded to a narrower dtype of the parameters.
-    """
+    """Shard `model`, the policy or a frozen reference, and load --model; return it. Collective."""
     longest = args.sharding.dynamic_cp
     needs_packing = longest is not None or args.cuda_graph
     if needs_packing and (other := find_packing_problem(model)) is not None:

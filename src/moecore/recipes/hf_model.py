@@ -92,10 +92,7 @@ def read_config(path: Path, option: str = "--model") -> Any:
 
 
 def load_weights(args: Any, model: nn.Module, device: str, *, cast: bool) -> None:
-    """Allocate a sharded meta model, load --model, initialize LoRA adapters. Collective.
-
-    `cast` allows the rounding of loaded weights to a parameter's narrower dtype.
-    """
+    """Allocate a sharded meta model, load --model (may round if `cast`), init LoRA. Collective."""
     materialize(model, device=device)
     with name_option_in_errors("--model"), show_progress("loading weights", unit="B") as report:
         load_hf(args.model, model, cast=cast, progress=report)

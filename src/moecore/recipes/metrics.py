@@ -130,10 +130,7 @@ def measure_peak_memory(device: torch.device) -> Metrics:
 def compute_padding_and_mfu(
     counts: list[int], seconds: float, config: DecoderConfig | None, peak_tflops: float | None
 ) -> Metrics:
-    """Return "padding_share", and "mfu" if `config` and `peak_tflops` are not None.
-
-    `counts` are the sums of `StepBatch.count_labels_and_tokens` over all data ranks.
-    """
+    """Return "padding_share" and, unless `config` or `peak_tflops` is None, "mfu"."""
     _, tokens, pairs, size = counts
     metrics = {"padding_share": 1 - tokens / size}
     if config is not None and peak_tflops:

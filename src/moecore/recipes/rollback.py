@@ -109,10 +109,7 @@ def read_history(args: RunConfig, step: int) -> tuple[list[list[int]], list[floa
 
 
 def roll_back(args: RunConfig, spikes: SpikeStreak, left_out: LeftOut) -> None:
-    """Write to metrics.jsonl the batches that the restart will skip; DivergedError after too many.
-
-    Collective. The restart continues from the last checkpoint without the batches of the spikes.
-    """
+    """Write to metrics.jsonl which batches a restart skips. Collective; may raise DivergedError."""
     last = spikes.last_step
     numbers = [left_out.find_batch(step) for step in (last - spikes.length + 1, last)]
     path, step = Path(args.run_dir, METRICS), read_latest_step(args)

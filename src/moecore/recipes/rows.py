@@ -142,10 +142,7 @@ def read_rows(files: Sequence[Path], option: str, options: DatasetOptions) -> It
 def convert_to_form(
     columns: dict[str, Any], row_format: RowFormat, location: str
 ) -> dict[str, Any]:
-    """Convert a row's columns to the fields that `chat.encode_record` reads.
-
-    If `row_format` is "auto" and no format matches, return the columns unchanged.
-    """
+    """Convert a row to the fields of `encode_record`; "auto" returns unknown columns unchanged."""
     formats = FORMATS if row_format == "auto" else {row_format: FORMATS[row_format]}
     kind = next((kind for kind, names in formats.items() if {*names} <= columns.keys()), None)
     if kind is None and row_format != "auto":

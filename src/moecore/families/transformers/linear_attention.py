@@ -47,10 +47,7 @@ def find_linear_rule(module: nn.Module) -> str | None:
 
 
 def accept_sequence_argument(model: nn.Module) -> None:
-    """Make linear attention and short convolutions accept a `Sequence` argument.
-
-    This patches functions of transformers' modeling files, so it affects all models of the class.
-    """
+    """Make linear attention and short convolutions accept a `Sequence`; patches modeling files."""
     convolutions = stock.find_modules(model, *SHORT_CONVOLUTIONS)
     for layer in convolutions:
         layer.register_forward_pre_hook(_check_no_layer_cache, with_kwargs=True)
