@@ -232,7 +232,7 @@ def _format_remaining(names: list[str], num_listed: int = 1) -> str:
 class OriginRecorder(DispatchMode):
     """A dispatch mode that records from which parameters and buffers a tensor is computed.
 
-    `host_reads` has the names of those whose values Python has read, such as by `item()`.
+    `host_reads` names the parameters and buffers that Python has read, such as by `item()`.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:

@@ -163,7 +163,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def find_indexers(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return attention layers, without sinks, whose indexer (selects keys) can be trained."""
+        """Return layers without attention sinks that have an indexer, which selects keys."""
         layers = [layer for layer in find_sparse_attention(model) if layer.indexer is not None]
         return [layer for layer in layers if not hasattr(layer, "sinks")]
 
@@ -188,7 +188,7 @@ class TransformersFamily(ProtocolFamily):
     def install_guards(
         self, model: nn.Module, *, wrapper: nn.Module, warns_about_cache: bool
     ) -> None:
-        """Make methods that need full parameters raise; `warns_about_cache`: cache use warns."""
+        """Make methods that need full parameters raise; optionally warn about key/value caches."""
         super().install_guards(model, wrapper=wrapper, warns_about_cache=warns_about_cache)
         guard_models(model)
         if warns_about_cache:

@@ -269,7 +269,7 @@ class MoECoreEngine(BaseEngine):
         max_ckpt_to_keep: int | None = None,
         **_: Any,
     ) -> None:
-        """Save model, optimizer and schedule; delete all but `max_ckpt_to_keep` (None = none)."""
+        """Save model, optimizer and schedule; keep the newest `max_ckpt_to_keep` (None = all)."""
         keep, scheduler = max_ckpt_to_keep or 0, self.lr_scheduler
         save(local_path, global_step, self.module, self.optimizer, scheduler=scheduler, keep=keep)
 

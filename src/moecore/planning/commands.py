@@ -53,7 +53,7 @@ MEASURED: dict[tuple[str, str, int], tuple[Layout, int, str]] = {
 
 @pause_garbage_collection()
 def run_plan(args: PlanConfig) -> int:
-    """Run `moecore plan`; return 0, or 1 if the run or no layout fits the memory."""
+    """Run `moecore plan`; return 0, or 1 if neither the run nor any layout fits the memory."""
     check_no_unused_options(args)
     if args.explain is not None:
         return _explain_layout(args)

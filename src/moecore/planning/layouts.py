@@ -204,7 +204,7 @@ def make_option_set(request: SearchRequest, options: tuple[Option, ...]) -> Opti
 
 
 def list_option_sets(request: SearchRequest) -> tuple[OptionSet, ...]:
-    """Return option sets, each with one more option; those of the first may also save time."""
+    """Return option sets, each with one more option; the first has options that may save time."""
     sets = [make_option_set(request, ())]
     for option in OPTIONS:
         larger = make_option_set(request, (*sets[-1].options, option))

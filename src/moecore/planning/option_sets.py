@@ -292,7 +292,7 @@ OPTIONS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """An option and its gain: the relative increase of tokens per second that the option gives."""
+    """An option, and the relative increase of tokens per second that the option gives."""
 
     text: str
     gain: float

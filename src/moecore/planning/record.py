@@ -342,7 +342,7 @@ class WorkRecorder(DispatchMode):
         self._open_kinds = [OPTIMIZER if part == END else KINDS[direction]]
 
     def end_part(self) -> None:
-        """Store the peak memory since the last `begin_part` in its `PartStart`."""
+        """Store the peak memory since the last `begin_part` in the `PartStart` of that call."""
         if self.starts:
             self.starts[-1] = self.starts[-1]._replace(top=self._top, top_kinds=self._top_kinds)
             self._top, self._top_kinds = self.level, self.kinds.copy()
@@ -360,7 +360,7 @@ class WorkRecorder(DispatchMode):
             self._open_kinds = outside
 
     def count_storage(self, tensor: Tensor) -> bool:
-        """Count a tensor's bytes if its storage is new; return whether it is new and on the GPU."""
+        """Count bytes of a storage not seen before; return whether it is new and on the GPU."""
         key = get_storage_key(tensor)
         if key in self._sizes:
             return False

@@ -50,7 +50,7 @@ MAX_DIVISORS = 64  # of a number of GPUs: layouts of a number with more would ta
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A layout's memory plan with the fastest option set that fits, or with all options if none."""
+    """A layout's memory plan with the fastest option set that fits, or with all options."""
 
     layout: Layout
     run: TrainingRun
@@ -130,7 +130,7 @@ def search(
     """Return the layouts that fit, ranked; if no layout fits, the smallest change to fit one.
 
     Args:
-        request: the model and its training, and the options that may vary.
+        request: the model, the GPUs, and the options that may vary.
         rank_by: the sort key of layouts that fit, ascending; all have equal tokens per step.
         table: the costs of operations; None = moecore's table of the GPU.
         num_results: the maximum number of layouts that are returned as fitting.

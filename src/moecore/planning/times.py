@@ -117,7 +117,7 @@ class Spans(NamedTuple):
         )
 
     def split_seconds(self, start: float, end: float) -> dict[Part, float]:
-        """Split `start` to `end` by limit: the first active one in order of `PARTS`, or "host"."""
+        """Split `start` to `end` (s) by limit: the first limit of `PARTS` in use, or "host"."""
         edges: list[tuple[float, int, Part]] = []
         for begin, stop, part in zip(*self, strict=True):
             if begin < end and stop > start:  # calls of min and max would take longer, also below

@@ -30,9 +30,9 @@ class Alarms:
                      most half of its experts shared all tokens: 1 / sum(share^2) <= E / 2.
         gradient     The gradient norm is nan, inf or above the limit of [skip_spikes], so the
                      step was skipped. With a loss scale, nan and inf raise no alarm.
-        first steps  The first gradient norm is above `FIRST_NORM`. Or two consecutive losses of
-                     the first steps have risen by `LOSS_GROWTH`, and one of their gradient norms
-                     is `NORM_GROWTH` times the first.
+        first steps  The first gradient norm is above `FIRST_NORM`. Or in the first steps, two
+                     consecutive losses are `LOSS_GROWTH` nats above the lowest earlier loss, and a
+                     gradient norm of these steps is at least `NORM_GROWTH` times the first norm.
 
     An alarm about experts or collapse is repeated only after the condition has ended. Losses of
     reinforcement learning (metrics with "reward") raise no alarm.

@@ -270,7 +270,7 @@ def build_model(
 
 
 def check_options(args: FinetuneConfig, world_size: int) -> tuple[FinetuneConfig, Any]:
-    """Check options for `world_size` ranks; return them with local paths, and the HF config."""
+    """Check options for `world_size` ranks; return (options with local paths, HF config)."""
     args = replace(args, model=find_model_directory(args.model))
     config = read_config(args.model)
     parallel = args.make_parallel_config(world_size, num_experts=count_experts(config))
@@ -297,7 +297,7 @@ def check_options(args: FinetuneConfig, world_size: int) -> tuple[FinetuneConfig
 
 
 def check_teacher(args: FinetuneConfig, distill: Distillation, config: Any) -> Distillation:
-    """Return `distill` with a local `teacher`; ValueError if its vocabulary is not the model's."""
+    """Return `distill` with the teacher's local path; ValueError if vocabularies differ."""
     option = "--distill-teacher"
     path = find_model_directory(distill.teacher, option)
     sizes = [x.get_text_config().vocab_size for x in (config, read_config(path, option))]

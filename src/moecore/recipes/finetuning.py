@@ -101,7 +101,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
     def run_micro_batches(
         self, num_labels: Tensor, micro_batches: Iterable[Sequence[Tensor]]
     ) -> Tensor:
-        """Run micro-batches of tensors; return the sum of their losses, divided by `num_labels`."""
+        """Run forward and backward; return the micro-batches' summed loss / `num_labels`."""
         return self.owner.forward_backward(self.make_inputs(num_labels, micro_batches)).sum()
 
     def make_inputs(

@@ -185,7 +185,7 @@ def build_job(args: GRPOConfig) -> Reinforcement:
 
 
 def check_options(args: GRPOConfig, world_size: int) -> tuple[GRPOConfig, Any]:
-    """Check options for `world_size` ranks; return them with a local `model`, and the HF config."""
+    """Check options for `world_size` ranks; return (options with a local path, HF config)."""
     args = replace(args, model=find_model_directory(args.model))
     config = read_config(args.model)
     args.make_parallel_config(world_size, num_experts=count_experts(config))

@@ -85,7 +85,7 @@ class LaunchedStep:
         return values | self.extra
 
     def read_counts_and_times(self) -> tuple[list[int], list[list[float]]]:
-        """Wait for this step; return its counts, and seconds[rank][phase] ([] if not measured)."""
+        """Wait for this step; return counts, and seconds[rank][phase] ([] if not measured)."""
         self.ended.wait_for_gpu()
         with nullcontext() if self.reader is None else torch.cuda.stream(self.reader):
             return self.counts.tolist(), [] if self.times_RP is None else self.times_RP.tolist()

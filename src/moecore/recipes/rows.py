@@ -90,7 +90,7 @@ class ColumnNames(CheckedRecord):
     label: str = "label"
 
     def rename_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns of a row that these names select, by field name."""
+        """Return {field: value} of the columns in `row` that these fields name."""
         names = ((field, getattr(self, field)) for field in self.__dataclass_fields__)
         return {field: row[name] for field, name in names if name in row}
 
@@ -118,7 +118,7 @@ class Row:
         return content
 
     def select_columns(self, names: ColumnNames) -> dict[str, Any]:
-        """Return the columns that `names` select, by field name; all columns if none match."""
+        """Return {field: value} of the columns that `names` name; if no name fits, all columns."""
         content = self.parse()
         return names.rename_columns(content) or dict(content)
 

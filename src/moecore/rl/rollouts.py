@@ -100,7 +100,7 @@ class Rollouts(CheckedRecord):
 
     @classmethod
     def of(cls, prompts: Sequence[Any], responses: Sequence[Any], **token_fields: Any) -> Rollouts:
-        """Return rollouts from lists or tensors of token ids; `token_fields` are other fields."""
+        """Return rollouts from token ids; `token_fields` are other fields of `Rollouts` by name."""
         if len(prompts) != len(responses):
             raise ValueError(
                 f"responses ({len(responses)}) must be one per prompt ({len(prompts)}): repeat a "
@@ -158,7 +158,7 @@ class Rollouts(CheckedRecord):
         return replace(self, **changes)
 
     def take(self, sequences: Iterable[int]) -> Rollouts:
-        """Return a copy of the sequences with these indices, in this order: a mini-batch."""
+        """Return a mini-batch: a copy of the sequences with indices `sequences`, in this order."""
         indices = list(sequences)
         if any(not 0 <= i < self.num_sequences for i in indices):
             raise ValueError(

@@ -29,7 +29,7 @@ def iterate_local_rows(sections: Stack, rank: int, tp: int) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True)
 class ModulePlan:
-    """How tp ranks shard one module: names of its linears and parameters by kind of sharding."""
+    """How tp shards a module: the names of linears and parameters by kind of sharding."""
 
     columns: tuple[str, ...]  # column-parallel linears; a rank computes a part of the outputs
     row: str  # the row-parallel linear that reads these outputs; its outputs are all-reduced

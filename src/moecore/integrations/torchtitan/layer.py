@@ -75,7 +75,7 @@ class TitanLayer(MoELayer):
 def adopt_block(
     layer_class: type[Layer], block: Any, model: nn.Module, *, update_bias: bool = True
 ) -> Layer:
-    """Return a `layer_class` with a torchtitan block's parameters; refuses unknown part classes."""
+    """Return a `layer_class` with the parameters of a torchtitan block of known classes."""
     for path, classes in layer_class.known_classes.items():
         part = attrgetter(path)(block)
         if type(part) not in classes:

@@ -35,7 +35,7 @@ def find_checkpoint_to_resume(
     """Return the checkpoint to resume from, or None for a new run. Collective.
 
     `resume_from` is a directory or URL; True = the newest checkpoint in `root`; None or False = a
-    new run. ValueError if True finds none, or a new run that `will_save` finds checkpoints.
+    new run. ValueError if True finds no checkpoint, or if a new run `will_save` and finds one.
     """
     newest = run_on_first_rank(lambda: latest(root))
     if resume_from is None or resume_from is False:

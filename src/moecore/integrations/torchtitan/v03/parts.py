@@ -84,7 +84,7 @@ class SumLoss(BaseLoss):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseLoss.Config):
-        """No fields."""
+        """A config without fields."""
 
     def __init__(self, config: Config, *, compile_config: Any = None) -> None:
         self.fn: Callable[[Tensor, Tensor], Tensor] = lambda loss, labels: loss
