@@ -188,7 +188,7 @@ class TransformersFamily(ProtocolFamily):
     def install_guards(
         self, model: nn.Module, *, wrapper: nn.Module, warns_about_cache: bool
     ) -> None:
-        """Make methods that need full parameters raise; optionally warn about key/value caches."""
+        """Make methods that need full parameters raise; `warns_about_cache` adds cache warnings."""
         super().install_guards(model, wrapper=wrapper, warns_about_cache=warns_about_cache)
         guard_models(model)
         if warns_about_cache:

@@ -145,9 +145,9 @@ class CostTable(CheckedRecord):
     def extend(self, points: Sequence[Point], source: str) -> CostTable:
         """Return a copy of the table with `points` as additional operations measured on `self.gpu`.
 
-        A new point replaces all points of the table with an equal name. The seconds of the
-        remaining points are computed from this table. `source` is a text that describes `points`.
-        ValueError if the table's GPU is a `Gpu` and not a name.
+        A new point replaces all points of the table with an equal name. The remaining points get
+        the seconds that this table predicts for `self.gpu`. `source` is a text that describes
+        `points`. ValueError if the table's GPU is a `Gpu` and not a name.
         """
         check_arguments(CostTable.extend, locals())
         names = {point.work.name for point in points}

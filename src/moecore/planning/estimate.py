@@ -111,7 +111,7 @@ class Estimator:
         return False, self._time_ratios[layout.pp, layout.ep] * self.seconds(layout, options)
 
     def choose_options(self, layout: Layout) -> OptionSet | None:
-        """Return the fastest option set with which a layout should fit; None = no set suffices."""
+        """Return the fastest option set with which a layout is estimated to fit, or None."""
         byte_ratio, host_ratio = self._byte_ratios[layout.pp], self._host_ratios[layout.pp]
         fitting = (
             choice

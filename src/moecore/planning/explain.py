@@ -54,9 +54,9 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
     Args:
         model: a plain or parallelized model on any device, or a plan, whose first rank is described
             because its shards are the largest.
-        batch: (sequences, tokens per sequence) of a rank's micro-batch. If given, the text lists
-            the bytes that each part of a block saves for backward, with even expert loads and
-            compiled regions as eager. None = only bytes per token of MoE layers.
+        batch: (sequences, tokens per sequence) of a rank's micro-batch, to list the bytes that each
+            part of a block saves for backward. The bytes assume even expert loads and eager mode.
+            None = only the bytes per token of MoE layers.
 
     Raises:
         ValueError: for other types, a number below 1 in `batch`, or a plan together with a batch.

@@ -50,7 +50,7 @@ MAX_DIVISORS = 64  # of a number of GPUs: layouts of a number with more would ta
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A layout's memory plan with the fastest option set that fits, or with all options."""
+    """A layout's memory plan with the fastest options that fit, or all options if none fits."""
 
     layout: Layout
     run: TrainingRun
@@ -212,7 +212,7 @@ def _check_time_is_modelled(request: SearchRequest) -> None:
 def find_faster_options(
     request: SearchRequest, fitting: FittingCandidate, table: CostTable, estimator: Estimator
 ) -> FittingCandidate:
-    """Return the fastest of `fitting` and its variants: balanced stages, or fewer options."""
+    """Return the fastest of `fitting` and variants with balanced stages or fewer options."""
     runs = balance_stages(fitting.run, table)[1:]
     stage_layouts = (plan_candidate(request, fitting.layout, fitting.options, run) for run in runs)
     balanced = (add_step_time(candidate, table) for candidate in stage_layouts if candidate.fits)
@@ -295,7 +295,7 @@ def describe_outcome(request: SearchRequest, layout: Layout, outcome: Refusal | 
 
 
 def plan_fitting_layout(request: SearchRequest, layout: Layout, estimator: Estimator) -> Candidate:
-    """Plan a layout with the fastest option set that fits, or with all; update `estimator`."""
+    """Plan a layout with the fastest options that fit, or all if none fits; update `estimator`."""
     while (candidate := _plan_estimated_options(request, layout, estimator)) is None:
         pass
     return candidate

@@ -36,7 +36,7 @@ SampledLayers = Mapping[Literal["F", "B"], Sequence[int]]
 
 
 def sample_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun, SampledLayers]:
-    """Return a run of few layers without pipeline, and the sample that represents each layer."""
+    """Return a run of few sampled layers, no pipeline, and the sample for each layer and pass."""
     # The samples of the last layer's kind are its first two and its last two layers. The samples of
     # another kind are its first layer, and its first layer behind a layer of the last kind, which
     # stands for the rest of its kind. A layer prefetches weights of the next but one. So the

@@ -104,7 +104,7 @@ WIDTHS = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 class Structure(NamedTuple):
-    """A model on meta after its MoE layers became moecore's; its decoder layers and MoE layers."""
+    """A meta model whose MoE layers are moecore's, and lists of decoder layers and MoE layers."""
 
     model: Any
     blocks: list[nn.Module]

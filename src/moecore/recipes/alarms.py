@@ -32,7 +32,7 @@ class Alarms:
                      step was skipped. With a loss scale, nan and inf raise no alarm.
         first steps  The first gradient norm is above `FIRST_NORM`. Or in the first steps, two
                      consecutive losses are `LOSS_GROWTH` nats above the lowest earlier loss, and a
-                     gradient norm of these steps is at least `NORM_GROWTH` times the first norm.
+                     gradient norm of these is at least `NORM_GROWTH` times the first norm.
 
     An alarm about experts or collapse is repeated only after the condition has ended. Losses of
     reinforcement learning (metrics with "reward") raise no alarm.

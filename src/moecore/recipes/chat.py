@@ -68,7 +68,7 @@ class BorderTokens:
 
 @lru_cache(maxsize=1)
 def find_borders(tokenizer: Any) -> BorderTokens:
-    """Return the special tokens around a text; ValueError if the text's own tokens change."""
+    """Return the special tokens that a tokenizer adds; ValueError if they change other tokens."""
     last = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     for probe in PROBES:
         plain, full = (

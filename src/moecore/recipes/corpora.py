@@ -164,7 +164,7 @@ class DocumentRange:
 
 
 def split_sources(sources: Sequence[CorpusSource]) -> tuple[list[CorpusSource], list[CorpusSource]]:
-    """Return (training, evaluation) sources; evaluation has the last 5% of each, >= 1 document."""
+    """Return (training, evaluation) sources: the last 5% of a source, >= 1 document, evaluate."""
     parts: tuple[list[CorpusSource], list[CorpusSource]] = ([], [])
     for source in sources:
         number = len(source.documents) if source.is_indexed else 0

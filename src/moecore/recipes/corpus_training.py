@@ -134,12 +134,12 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         return metrics | ({"bad_lines": float(self.bad_lines)} if self.bad_lines else {})
 
     def close(self) -> None:
-        """Stop the processes that read data and free communication buffers. Collective."""
+        """Free communication buffers and stop the data loader's processes. Collective."""
         self.batches.sampler.close()
         super().close()
 
     def finish(self) -> None:
-        """Stop the data processes; with --hf-config export a Hugging Face model. Collective."""
+        """With --hf-config export a Hugging Face model; stop the data loader. Collective."""
         self.batches.sampler.close()
         target = self.args.run_dir / EXPORT
         if not self.args.hf_config:

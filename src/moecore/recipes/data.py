@@ -194,7 +194,7 @@ class RandomSteps:
         return {"step": self._step, "seed": self._seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the number of steps in `state`; ValueError if its seed differs."""
+        """Continue after the number of steps in `state`; ValueError if the seeds differ."""
         if state.get("seed") != self._seed:
             raise ValueError(f"random tokens of seed {state.get('seed')}, not {self._seed}")
         self._step = state["step"]

@@ -97,7 +97,7 @@ def find_config(path: Path, option: str = "--hf-config") -> Path:
 
 
 def find_model_directory(path: Path, option: str = "--model") -> Path:
-    """Return `path`, or if it is a name of the hub, the directory that a host downloads once."""
+    """Return `path`, or if it is a name of the hub, the directory, downloaded once per host."""
     if path.exists() or not HUB_ID.fullmatch(str(path)):
         return path
     import huggingface_hub as hub

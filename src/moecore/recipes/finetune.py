@@ -339,7 +339,7 @@ def dry_run(args: FinetuneConfig) -> int:
 
 
 def make_planned_model(args: FinetuneConfig, config: HFConfig) -> TransformersModel:
-    """Return the model that `moecore.planning` plans for these options and a config.json."""
+    """Return the input of `moecore.planning` for these options and a config.json."""
     model = TransformersModel.of(config)
     return replace(model, recompute=args.recompute, lora=args.lora)
 

@@ -86,7 +86,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         return self.batches.next_batch()
 
     def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
-        """Run the micro-batches; return this rank's term of the mean loss over all labels."""
+        """Run the micro-batches; return this rank's part of the mean loss over all labels."""
         if isinstance(batch, ScheduledBatch):
             self.owner.num_micro_batches = len(batch.cps)
             inputs = batch.inputs(self.device, transformers=True)
@@ -212,7 +212,7 @@ class PreferenceTuning(FineTuning):
         )
 
     def get_data_metrics(self) -> Metrics:
-        """Return the rewards of the last step's examples."""
+        """Return the last step's means from `average_preference_metrics`."""
         return self._metrics
 
     def sum_losses(self, batch: Any) -> Tensor:

@@ -119,7 +119,7 @@ def run(
     build_job: Callable[[ConfigT], TrainingJob[Any]],
     plan: Callable[[ConfigT], list[ConfigT]] = lambda args: [args],
 ) -> int:
-    """Train the stages of a run on this rank; return the exit status. `plan` returns the stages."""
+    """Train a run's stages, whose options `plan` returns; return this rank's exit status."""
     try:
         check_environment()
     except ARGUMENT_ERRORS as error:

@@ -104,7 +104,7 @@ def list_moe_layers(metrics: Mapping[str, object]) -> list[str]:
 
 
 def drop_expert_loads(metrics: Metrics) -> Metrics:
-    """Return metrics without the loads of single experts."""
+    """Return metrics without per-expert loads."""
     layers = {f"expert_load/{layer}" for layer in list_moe_layers(metrics)}
     return {name: value for name, value in metrics.items() if name.rpartition("/")[0] not in layers}
 

@@ -124,7 +124,7 @@ class RunConfig:
         return self
 
     def count_micro_batches(self, data_ranks: int) -> int:
-        """Return micro-batches per step; ValueError if --global-batch-size is not divisible."""
+        """Return --grad-accum, or --global-batch-size / micro-batch rows; ValueError if uneven."""
         if self.global_batch_size is None:
             return self.grad_accum
         rows = data_ranks * self.batch_size

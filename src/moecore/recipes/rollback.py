@@ -109,7 +109,7 @@ def read_history(args: RunConfig, step: int) -> tuple[list[list[int]], list[floa
 
 
 def roll_back(args: RunConfig, spikes: SpikeStreak, left_out: LeftOut) -> None:
-    """Write to metrics.jsonl which batches a restart skips. Collective; may raise DivergedError."""
+    """Write batches to skip to metrics.jsonl; DivergedError after `MAX_ROLLBACKS`. Collective."""
     last = spikes.last_step
     numbers = [left_out.find_batch(step) for step in (last - spikes.length + 1, last)]
     path, step = Path(args.run_dir, METRICS), read_latest_step(args)

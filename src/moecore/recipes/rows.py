@@ -142,7 +142,7 @@ def read_rows(files: Sequence[Path], option: str, options: DatasetOptions) -> It
 def convert_to_form(
     columns: dict[str, Any], row_format: RowFormat, location: str
 ) -> dict[str, Any]:
-    """Convert a row to the fields of `encode_record`; "auto" returns unknown columns unchanged."""
+    """Convert a row to `encode_record`'s fields; "auto" returns an unknown format unchanged."""
     formats = FORMATS if row_format == "auto" else {row_format: FORMATS[row_format]}
     kind = next((kind for kind, names in formats.items() if {*names} <= columns.keys()), None)
     if kind is None and row_format != "auto":

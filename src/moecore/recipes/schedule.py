@@ -208,7 +208,7 @@ class StageLength(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingStage:
-    """A stage of a run, with its range of steps and their sizes."""
+    """A stage of a run: its range of steps, and the rows and tokens of each step."""
 
     name: str  # "" = the run has no stages
     begin: int  # number of steps of the stages before this stage
@@ -242,7 +242,7 @@ class TrainingStage:
     def is_previous_stage(self, step: int, saved_name: str | None) -> bool:
         """Return whether the checkpoint of `step` ends the stage before this stage.
 
-        ValueError if another stage, `saved_name`, saved it and this stage begins at another step.
+        ValueError if `saved_name` is another stage and `step` is not this stage's `begin`.
         """
         if (saved_name or "") == self.name:
             return False

@@ -203,8 +203,8 @@ class GSPO(PPO):
 class DPO(CheckedRecord):
     """The loss of DPO: -log sigmoid(beta * (chosen log-ratio - rejected log-ratio)) of each pair.
 
-    A log-ratio is a response's log-probability by the policy minus the reference model's.
-    Sequences 2i and 2i + 1 are a pair, the chosen one first. The loss is the mean over pairs.
+    A log-ratio is a response's log-probability under the policy minus that under the reference.
+    Sequences 2i (chosen) and 2i + 1 (rejected) are a pair. The loss is the mean over pairs.
 
     Attributes:
         beta: a larger value keeps the policy closer to the reference model.
@@ -247,9 +247,9 @@ class DPO(CheckedRecord):
 class KTO(CheckedRecord):
     """The loss of KTO: weight * (1 - sigmoid(beta * s * (log-ratio - kl))) of each sequence.
 
-    A log-ratio is a response's log-probability by the policy minus the reference model's. The sign
-    s of the summed `advantages_N` of a response is 1 for desirable and -1 for undesirable
-    responses. The loss is the mean over sequences.
+    A log-ratio is a response's log-probability under the policy minus that under the reference. The
+    sign s of the response's summed `advantages_N` is 1 if desirable and -1 if undesirable. The loss
+    is the mean over sequences.
 
     Source: KTO (arXiv:2402.01306), equations 7 and 8, as in TRL's KTOTrainer.
 

@@ -363,7 +363,7 @@ def get_shifted_labels(inputs: Kwargs) -> Tensor:
 
 
 def get_tokens(args: Any, kwargs: Kwargs) -> Tensor:
-    """Return a forward's token ids or embeddings; ValueError for an attention mask or 2+ `args`."""
+    """Return a forward's token ids or embeddings; ValueError for a mask or several `args`."""
     if kwargs.get("attention_mask") is not None:
         raise ValueError(
             "attention_mask must be None after use_causal_attention, which would ignore it: give "

@@ -217,7 +217,7 @@ def _update_cache(
 
 
 def refuse_cached_keys(num_tokens: int, num_keys: int) -> None:
-    """Raise ValueError if there are more keys than tokens, since a cache has extra keys."""
+    """Raise ValueError if `num_keys` > `num_tokens`: the other keys are from a key/value cache."""
     if num_keys != num_tokens:
         raise ValueError(
             f"tokens ({num_tokens}) must be as many as their keys ({num_keys}) for "

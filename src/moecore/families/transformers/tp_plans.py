@@ -47,7 +47,7 @@ FUSED_BY_HEAD = {
 
 
 def plan_modules(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModulePlan], list[str]]:
-    """Return {module: plan} of modules to shard; per class that is not, a line with the reason."""
+    """Return {module: plan} to shard, and a line of reason per class that stays replicated."""
     plans, replicated_types = dict[nn.Module, ModulePlan](), dict[type, str]()
     names = {module: name for name, module in model.named_modules()}
     layers = [m for m in model.modules() if isinstance(m, MoELayer)]

@@ -177,7 +177,7 @@ NEEDS = {
 
 
 def make_import_error(error: ModuleNotFoundError, module: str) -> ImportError:
-    """Return the error text for a module ("v02.specs") that needs another torchtitan version."""
+    """Return the ImportError for a module ("v02.specs") that needs another torchtitan version."""
     if (error.name or "").partition(".")[0] == "triton":
         return ImportError(
             "triton (None) must be installed for torchtitan, which imports it; CPU builds of torch "

@@ -68,7 +68,7 @@ REPLACED: dict[str, tuple[Any, ...]] = {
 
 
 class TitanMoE(TitanLayer):
-    """A TitanLayer with the names of torchtitan 0.2's `MoE`."""
+    """A TitanLayer with the parameter names of torchtitan 0.2's `MoE`."""
 
     names = LayerLayout(
         router="router.gate",

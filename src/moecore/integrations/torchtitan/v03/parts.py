@@ -138,7 +138,7 @@ class TitanHF(models.HFModel, BaseModel):
 
 
 class TitanMoE(TitanLayer, Module):
-    """A TitanLayer with the names of torchtitan 0.3's `MoE`."""
+    """A TitanLayer with the parameter names of torchtitan 0.3's `MoE`."""
 
     names = LayerLayout(
         router="router.gate",
