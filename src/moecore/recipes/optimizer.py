@@ -57,7 +57,7 @@ class OptimizerConfig(CheckedRecord):
     Attributes:
         optimizer: "adamw", or "muon" for matrices, with AdamW for all other parameters.
         lr: the peak of the learning rate.
-        router_lr_factor: factor on `lr` for routers that match no pattern of `param_groups`.
+        router_lr_factor: learning rate of routers over `lr`, if no `param_groups` pattern matches.
         beta1: AdamW's decay of the first moment.
         beta2: AdamW's decay of the second moment.
         eps: AdamW's eps, added to the denominator.
