@@ -13,11 +13,11 @@ from moecore.io.checkpoint.directory import Step
 
 
 class FileSize(int):
-    """A number of bytes that a command line writes with KB, MB, GB or TB, or without a unit."""
+    """A number of bytes, written on the command line with KB, MB, GB, TB or without a unit."""
 
     @classmethod
     def from_word(cls, word: str) -> FileSize:
-        """Return the bytes of a word such as 5GB; raise ValueError for another word."""
+        """Parse a word such as 5GB; ValueError for any other form."""
         unit = word[-2:].upper()
         number = word[:-2] if unit in UNITS else word
         try:
@@ -38,7 +38,7 @@ class InspectConfig:
       moecore checkpoint inspect hf/Mixtral-8x7B --json
 
     Attributes:
-        path: step or run (its latest checkpoint), also as URL; Hugging Face or DCP directory.
+        path: a step, a run (its latest checkpoint) or their URL, or an HF or DCP directory.
         json: print one JSON object with all tensors.
         tensors: list every tensor.
     """
@@ -50,17 +50,16 @@ class InspectConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig:
-    """Check that nothing is missing or damaged.
+    """Check that a checkpoint is complete and undamaged.
 
-    Native: the SHA-256 of every file and of the manifest. Hugging Face: headers, sizes, the index,
-    missing layers, experts and scales; that format has no digests, so damage inside a tensor is not
-    seen.
+    Native: the SHA-256 of all files and the manifest. Hugging Face: headers, sizes, the index, and
+    missing layers, experts and scales, but not the tensors' values, which have no digests.
 
     example: moecore checkpoint verify runs/a/step-000100
 
     Attributes:
-        path: step or run (its latest checkpoint), also as URL; Hugging Face or DCP directory.
-        sizes: native: sizes and headers only, no hashing.
+        path: a step, a run (its latest checkpoint) or their URL, or an HF or DCP directory.
+        sizes: native: check only sizes and headers, without hashes.
     """
 
     path: Annotated[str, POSITIONAL]
@@ -71,8 +70,8 @@ class VerifyConfig:
 class ConvertConfig:
     """Convert a checkpoint: native <-> Hugging Face, Megatron-Core (torch_dist) or plain DCP.
 
-    One process, file to file, one tensor at a time: the command needs memory for the largest tensor
-    only. Optimizer state is not converted.
+    One process converts one tensor at a time, so the command needs memory only for the largest
+    tensor. Optimizer state is not converted.
 
     Try:
       moecore checkpoint convert hf/Qwen3-30B-A3B runs/start       (Hugging Face -> native, step 0)
@@ -81,14 +80,14 @@ class ConvertConfig:
 
     Attributes:
         source: the checkpoint to read, as for inspect.
-        target: new directory; for native, a new run, also as URL.
-        config: not from Hugging Face: the model's config.json, or its directory.
-        to: default: hf from native, native from all others. megatron = torch_dist, dcp = names of
-            moecore's decoder, dcp-transformers = names of transformers.
-        dtype: of all float tensors; default: as stored.
-        layout: to Hugging Face: a tensor per expert, as published (default), or one for all.
-        step: to native: the step; default: 0.
-        max_shard_size: to native and Hugging Face: the size of a file; default: 5GB.
+        target: a new directory; for native, a new run or its URL.
+        config: the model's config.json or directory, unless source is Hugging Face.
+        to: target format; default: hf from native, native otherwise. megatron = torch_dist, dcp =
+            names of moecore's decoder, dcp-transformers = names of transformers.
+        dtype: the dtype of all float tensors; default: as stored.
+        layout: to Hugging Face: per_expert = a tensor per expert (default), fused = stacked.
+        step: to native: the step number; default: 0.
+        max_shard_size: to native and Hugging Face: maximum size of a file; default: 5GB.
     """
 
     source: Annotated[str, POSITIONAL]
@@ -109,7 +108,7 @@ class PruneConfig:
 
     Attributes:
         path: the run, also as URL.
-        keep: how many of the newest stay.
+        keep: number of newest checkpoints to keep.
         dry_run: only print which checkpoints would be removed.
     """
 
@@ -120,9 +119,9 @@ class PruneConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureConfig:
-    """Measure products, attention, copies and kernels on this machine's GPU, as a table for plans.
+    """Measure matmuls, attention, copies and kernels on this GPU, as a cost table for plans.
 
-    Under torchrun the command measures collectives too.
+    Under torchrun the command also measures collectives.
 
     Attributes:
         out: the file to write.
@@ -133,7 +132,7 @@ class MeasureConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig:
-    """Check the machines of a job, as it will train.
+    """Check the hosts and GPUs of a job before training.
 
     The command compares versions, environment and clocks of all ranks. It checks limits, memory,
     disks and peer access of their hosts, and measures their links.
@@ -143,7 +142,7 @@ class DoctorConfig:
       -m moecore doctor --checkpoints /shared/runs
 
     Attributes:
-        checkpoints: a directory that all ranks write, which is tried; None = none.
+        checkpoints: a directory in which all ranks write a test file; None = no test.
         timeout: seconds that ranks wait for each other.
     """
 
@@ -153,16 +152,16 @@ class DoctorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    """Report where a step's time went on one rank's GPU, and the options to try next.
+    """Report the time of a step on one rank's GPU by cause, and options to try.
 
-    The command reads a Chrome trace of torch.profiler. It prints the limit of the step, which
-    communication is exposed, why the GPU is idle, and the options that may win most.
+    The command reads a Chrome trace of torch.profiler. It prints the limit of the step, exposed
+    communication, causes of GPU idle time, and the options that may save most time.
 
     example: moecore report trace.json.gz --steps 3
 
     Attributes:
         trace: a .json or .json.gz file of one rank, as `export_chrome_trace` writes it.
-        steps: steps of the trace; None = as profile.step() has marked, otherwise 1.
+        steps: steps in the trace; None = as marked by profile.step(), or 1 without marks.
         json: print one JSON object.
     """
 

@@ -42,8 +42,8 @@ def replace_blocks(
 ) -> dict[str, RoutedLayer]:
     """Replace each MoE block in place by its adapter's layer; return all MoE layers by name.
 
-    `adapters` maps exact classes to the user's adapters; `find_adapter` finds moecore's adapters. A
-    known block that is not supported (`get_refusal_reason`) and an unknown MoE block raise errors.
+    `adapters` maps exact block classes to the user's adapters; `find_adapter` returns moecore's
+    adapters. MoE blocks without an adapter raise errors; `get_refusal_reason` returns their text.
     """
     adapters_of = _find_blocks(
         model, lambda block: adapters.get(type(block)) or find_adapter(block), get_refusal_reason
@@ -230,9 +230,9 @@ def _format_remaining(names: list[str], num_listed: int = 1) -> str:
 
 
 class OriginRecorder(DispatchMode):
-    """A torch dispatch mode that records from which block tensors each new tensor is computed.
+    """A dispatch mode that records from which parameters and buffers a tensor is computed.
 
-    `host_reads` has the names of block tensors whose values Python has read, such as by `item()`.
+    `host_reads` names the parameters and buffers that Python has read, such as by `item()`.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -245,7 +245,7 @@ class OriginRecorder(DispatchMode):
             self._add_origin(tensor, frozenset([name]))
 
     def find_origins(self, pytree: Any) -> frozenset[str]:
-        """Return the names of the block tensors from which a pytree's tensors were computed."""
+        """Return the names of the parameters and buffers from which `pytree` was computed."""
         origins = (self._find_tensor_origins(tensor) for tensor in _iterate_tensors(pytree))
         return frozenset[str]().union(*origins)
 

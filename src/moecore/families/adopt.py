@@ -31,7 +31,7 @@ def adopt(
     own_activation: OwnActivation | None = None,
     layer_class: type[MoELayer] = MoELayer,
 ) -> MoELayer:
-    """Return a MoELayer whose parameters are the given tensors and not copies.
+    """Return a MoELayer whose parameters are the given tensors without copies.
 
     Args:
         config: config of the layer; `shared_hidden_dim` must be 0 if `shared` is given.
@@ -44,8 +44,8 @@ def adopt(
         shared: module that maps [T, D] to [T, D] for T tokens, used unchanged.
         shared_gate: module that maps [T, D] to [T, 1], used unchanged under the name
             `layout.shared_gate`. The sigmoid of its output multiplies the shared output.
-        latent: modules that map [T, D] to [T, latent dim] and back, for a config with it. They are
-            used unchanged under the names `layout.latent_down` and `layout.latent_up`.
+        latent: modules that map [T, D] to [T, latent dim] and back, for a config with a latent dim.
+            They are used unchanged as `layout.latent_down` and `layout.latent_up`.
         own_activation: differentiable function from FC1's output [rows, FC1 columns] to FC2's input
             [rows, hidden dim]; None = `config.activation`.
         layer_class: subclass of MoELayer whose forward has the signature of the block's forward.
@@ -97,10 +97,10 @@ def adopt_experts(
     *,
     own_activation: OwnActivation | None = None,
 ) -> RoutedExperts:
-    """Return RoutedExperts whose parameters are the given tensors and not copies.
+    """Return RoutedExperts whose parameters are the given tensors without copies.
 
-    The arguments are explained in `adopt`. Only the sizes, activation and biases of `config` are
-    used. Raises ValueError if a tensor is missing or its shape does not fit the config.
+    The arguments are as in `adopt`; only sizes, activation and biases of `config` are used.
+    ValueError if a tensor is missing or its shape does not fit the config.
     """
     check_arguments(adopt_experts, locals())
     module = RoutedExperts(config, layout=layout, own_activation=own_activation, device="meta")

@@ -37,7 +37,7 @@ from moecore.parallel.pipeline.stages import StagedModel
 
 
 class ProtocolFamily(Family):
-    """The model-specific functions of `parallelize_moe` for models with moecore's protocols."""
+    """The model-specific functions of `parallelize_moe` for models that implement protocols."""
 
     @override
     def swap_blocks(
@@ -58,7 +58,7 @@ class ProtocolFamily(Family):
 
     @override
     def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:
-        """Compute the loss of each `Head` in this FP8 recipe; None = in the dtype of the weight."""
+        """Set the FP8 recipe of each `Head`'s loss; None = computed in the weight's dtype."""
         for module in model.modules():
             if isinstance(module, Head):
                 module.loss_recipe = recipe
@@ -102,7 +102,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
-        """Return whether some token is not padding; a 0-dim tensor if a mask [B, T] decides."""
+        """Return whether any token is not padding; a 0-dim bool tensor if `inputs` has a mask."""
         mask_BT = inputs.get("padding_mask")
         if mask_BT is not None:
             result: bool | Tensor = ~mask_BT.all()
@@ -163,7 +163,7 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def find_indexers(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return layers without attention sinks that have an indexer (it selects keys) to train."""
+        """Return layers without attention sinks that have an indexer, which selects keys."""
         layers = [layer for layer in find_sparse_attention(model) if layer.indexer is not None]
         return [layer for layer in layers if not hasattr(layer, "sinks")]
 
@@ -181,14 +181,14 @@ class TransformersFamily(ProtocolFamily):
 
     @override
     def fuse_loss(self, model: nn.Module, recipe: Recipe | None) -> None:
-        """Make head and training loss run together, in chunks of tokens, in place."""
+        """Compute head and training loss together in chunks of tokens, in place."""
         fuse_loss(model, recipe)
 
     @override
     def install_guards(
         self, model: nn.Module, *, wrapper: nn.Module, warns_about_cache: bool
     ) -> None:
-        """Make methods that need full parameters raise; if `warns_about_cache`, warn of caches."""
+        """Make methods that need full parameters raise; `warns_about_cache` adds cache warnings."""
         super().install_guards(model, wrapper=wrapper, warns_about_cache=warns_about_cache)
         guard_models(model)
         if warns_about_cache:
@@ -196,7 +196,7 @@ class TransformersFamily(ProtocolFamily):
 
 
 def find_family(model: nn.Module) -> Family:
-    """Return `TransformersFamily` if any module is of transformers, otherwise `ProtocolFamily`."""
+    """Return `TransformersFamily` if a module is from transformers, otherwise `ProtocolFamily`."""
     of_transformers = any(
         stock.is_transformers_module(module) or stock.is_pretrained(module)
         for module in model.modules()

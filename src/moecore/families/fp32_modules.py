@@ -28,7 +28,7 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def is_selection_bias(name: str) -> bool:
-    """Whether a name is the name of a router bias that affects only the selection of experts."""
+    """Whether `name` is a router bias that affects only the selection of experts."""
     return name.endswith(SELECTION_BIASES)
 
 
@@ -42,7 +42,7 @@ def make_fp32_predicate(
 
 
 def set_dtypes(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
-    """Cast tensors that `from_pretrained` keeps in fp32 to fp32, in place; return their names."""
+    """Cast tensors that `from_pretrained` loads in fp32 to fp32, in place; return their names."""
     # Buffers that transformers casts to the compute dtype, such as tables of decay rates, are cast
     # while their module runs. They are saved without the cast.
     half = _find_half_dtype(model, dtype)

@@ -51,7 +51,7 @@ STRAY = (
 
 
 class ReplicaPlace(NamedTuple):
-    """A step's number, and this replica's index among the `num_replicas` replicas of that step."""
+    """A step's number, the number of replicas in the step, and this replica's index."""
 
     step: int
     replica: int
@@ -59,29 +59,29 @@ class ReplicaPlace(NamedTuple):
 
 
 class Replicas:
-    """Runs the steps of a `TrainStep` together with other replicas. Construct it on every rank.
+    """Runs the steps of a `TrainStep` on replicas that may leave and rejoin.
 
-    A replica is one copy of the model on its ranks. If a replica leaves, `finish` drops the step,
-    and the remaining replicas repeat it. A rejoining replica receives weights, optimizer,
-    scheduler, loss scale and generators from a peer in `begin`. Gradients are averaged over the
-    replicas of a step. Expert biases are updated from the choices of all replicas. If one replica
-    skips a step, all replicas skip it.
+    All ranks construct it. A replica is one copy of the model on its own ranks. If a replica
+    leaves, `finish` drops the step, and the remaining replicas repeat it. A rejoining replica
+    receives weights, optimizer, scheduler, loss scale and generator states from a peer in `begin`.
+    Gradients are averaged, and expert biases are updated, over all replicas of a step. If one
+    replica skips a step (such as for a gradient of nan), all replicas skip it.
 
     Args:
         model: parallelized with loss="mean"; identical weights on all replicas.
         optimizer: optimizer of `step`, or a list of optimizers.
-        step: TrainStep of the model. Call its `forward_backward` for each step.
+        step: the model's TrainStep; call `step.forward_backward` in each step.
         scheduler: included in the state that a rejoining replica receives; the caller steps it.
         first_step: number of optimizer steps of a loaded checkpoint.
         min_replicas: minimum number of replicas of a step; fewer replicas wait.
-        timeout_s: seconds after which a replica that does not answer has left. It must exceed the
-            duration of any step, including compilation in the first step. A vote has twice and a
-            quorum three times this timeout.
+        timeout_s: seconds after which a replica that does not answer counts as left. The value must
+            exceed any step's duration, including compilation. Votes have twice and quorums three
+            times this timeout.
 
     Raises:
-        ValueError: if the loss is a sum; from `begin`, if a `QKClip` watches the model.
-        RuntimeError: from `begin` or `finish`, if this replica's lineage differs from the lineage
-            of the other replicas: restart its processes.
+        ValueError: if the loss is a sum; from `begin`, if the model has a `QKClip`.
+        RuntimeError: from `begin` or `finish`, if this replica's history of steps differs from the
+            other replicas': restart its processes.
 
     Example:
         replicas = Replicas(model, optimizer, step)
@@ -148,10 +148,7 @@ class Replicas:
         return int(self._manager.current_step())
 
     def begin(self) -> ReplicaPlace:
-        """Begin a step with all connected replicas, after at least `min_replicas` joined.
-
-        Collective.
-        """
+        """Begin a step when at least `min_replicas` are connected. Collective."""
         if any(getattr(module, "observe_scores", None) for module in self._model.modules()):
             raise ValueError(
                 "QKClip must not watch the model of Replicas, each of which would clip by logits "
@@ -168,9 +165,10 @@ class Replicas:
         return self._place
 
     def finish(self) -> StepResult | None:
-        """Reduce gradients over replicas and run the optimizer step, if all ranks vote for it.
+        """Average gradients over replicas and run the optimizer step, if all ranks vote for it.
 
-        Collective. None = the vote failed: the gradients are dropped, and `begin` repeats the step.
+        Collective. None = the vote failed, as after a replica left: gradients are dropped, and
+        `begin` repeats the step.
         """
         lineages, start_ids = self._gather_lineages()
         self._average_gradients()

@@ -64,13 +64,11 @@ class MoECoreEngineConfig(EngineConfig):
 
 @EngineRegistry.register(model_type="language_model", backend="moecore", device="cuda")
 class MoECoreEngine(BaseEngine):
-    """Trains a causal language model of transformers on verl's batches, packed without padding.
+    """Trains a transformers causal language model on verl's batches, packed without padding.
 
-    Arguments are as in verl's engines. The optimizer is `moecore.train.AdamW`, and
-    `override_optimizer_config` has further arguments of AdamW. Every method is collective.
-
-    Raises:
-        ValueError: for degrees of pp, tp or cp above 1, and for a batch with two temperatures.
+    The arguments are verl's. The optimizer is `moecore.train.AdamW` with the additional arguments
+    in `override_optimizer_config`. All methods are collective. ValueError for pp, tp or cp above 1,
+    and for a batch with two temperatures.
     """
 
     def __init__(
@@ -153,7 +151,7 @@ class MoECoreEngine(BaseEngine):
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Loss | None, forward_only: bool = False
     ) -> Any:
-        """Run verl's batch; return its output: only log-probabilities without a loss function."""
+        """Run a batch and return verl's output; without `loss_function`, only log-probs."""
         group = self.get_data_parallel_group()
         num_tokens = data["loss_mask"].sum().to(self._meshes.device)
         dist.all_reduce(num_tokens, group=group)
@@ -217,7 +215,7 @@ class MoECoreEngine(BaseEngine):
         }
 
     def optimizer_zero_grad(self) -> None:
-        """Drop the gradients of the current step."""
+        """Discard the gradients of the current step."""
         self._step.drop()
 
     def optimizer_step(self) -> float:
@@ -227,7 +225,7 @@ class MoECoreEngine(BaseEngine):
         return float(norm.total)
 
     def lr_scheduler_step(self) -> float:
-        """Advance the schedule and return the new learning rate of the first group."""
+        """Advance the LR schedule; return the new learning rate of the first param group."""
         assert self.lr_scheduler is not None, "the engine has an optimizer"
         self.lr_scheduler.step()
         return float(self.lr_scheduler.get_last_lr()[0])
@@ -245,7 +243,7 @@ class MoECoreEngine(BaseEngine):
         return self._meshes.data_rank
 
     def get_data_parallel_group(self) -> Any:
-        """Return the group of the data ranks."""
+        """Return the process group of the data ranks."""
         return dist.group.WORLD
 
     def is_mp_src_rank_with_outputs(self) -> bool:
@@ -271,12 +269,12 @@ class MoECoreEngine(BaseEngine):
         max_ckpt_to_keep: int | None = None,
         **_: Any,
     ) -> None:
-        """Save model, optimizer and schedule, and keep `max_ckpt_to_keep` (None = all)."""
+        """Save model, optimizer and schedule; keep the newest `max_ckpt_to_keep` (None = all)."""
         keep, scheduler = max_ckpt_to_keep or 0, self.lr_scheduler
         save(local_path, global_step, self.module, self.optimizer, scheduler=scheduler, keep=keep)
 
     def load_checkpoint(self, local_path: str, *_: Any, **__: Any) -> None:
-        """Load the newest checkpoint in `local_path`; ValueError without checkpoints."""
+        """Load the newest checkpoint in `local_path`; ValueError if there is no checkpoint."""
         newest = latest(local_path)
         if newest is None:
             raise ValueError(f"local_path ({local_path}) must have a checkpoint: save one there")

@@ -53,7 +53,7 @@ MEASURED: dict[tuple[str, str, int], tuple[Layout, int, str]] = {
 
 @pause_garbage_collection()
 def run_plan(args: PlanConfig) -> int:
-    """Run `moecore plan`; return exit status 0, or 1 if the run or every layout is too large."""
+    """Run `moecore plan`; return 0, or 1 if neither the run nor any layout fits the memory."""
     check_no_unused_options(args)
     if args.explain is not None:
         return _explain_layout(args)
@@ -275,7 +275,7 @@ def _write_recipe(args: Any, run: TrainingRun) -> None:
 
 
 def run_dry_run(args: DryRunConfig) -> int:
-    """Print memory and launches of a rank's dry run; return 0, or 1 if above the GPU's memory."""
+    """Print one rank's memory and launches; return 0, or 1 if memory exceeds the GPU's."""
     check_no_pipeline_options(args)
     run, memory = parse_run(args), get_gpu(select_gpu(args)).memory
     step = dry_run(run, args.rank)
@@ -345,7 +345,7 @@ def run_report(args: Any) -> int:
 def draw_memory(
     plan: MemoryPlan, path: str | os.PathLike[str], gpu_bytes: NumBytes | None = None
 ) -> None:
-    """Draw each pipeline rank's peak memory by kind, and a GPU's memory as a line; write a PNG."""
+    """Write a PNG of each pipeline rank's peak memory by kind, with a line at `gpu_bytes`."""
     check_arguments(draw_memory, locals())
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

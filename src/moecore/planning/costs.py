@@ -65,7 +65,7 @@ class Point(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExposedShare(CheckedRecord):
-    """The fraction of tp communication time that matmuls do not hide, if both run in slices."""
+    """The exposed fraction of tp communication time if matmuls overlap it slice by slice."""
 
     share: ShareOrZero  # of the seconds of the same exchanges without overlap
     gpu: GpuName  # the measured GPU
@@ -74,7 +74,7 @@ class ExposedShare(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class CostTable(CheckedRecord):
-    """Measured operations, and the seconds of any operation on a GPU, interpolated from them.
+    """A table of measured operations, which interpolates the seconds of any operation on a GPU.
 
     Attributes:
         gpu: the GPU for which the table returns seconds.
@@ -83,14 +83,14 @@ class CostTable(CheckedRecord):
         launch_seconds: the fixed seconds of every operation on the device.
         host_seconds: the seconds in which the host launches an operation, with its Python code.
         points: the measured operations.
-        stands_for: kind -> the name of the points for operations whose name has no points.
-        efficiency: kind -> the efficiency of operations without points; also of "network".
+        stands_for: kind -> the name whose points are used if an operation's name has no points.
+        efficiency: kind -> the fraction of the data-sheet rate that operations without points
+            reach; "network" = collectives between nodes.
         network_seconds: the fixed seconds of a collective between nodes.
-        pairs_hide: the share of exchanges between nodes that overlaps with computation when a
-            forward is paired with a backward, in schedules "overlapped" and "dualpipe-v".
-            Exchanges within a node do not overlap, because dispatcher "nvlink" has no pairs.
-        slices: the exposed time of exchanges that overlap with matmuls of tp ranks; None = not
-            measured, and all of their time counts.
+        pairs_hide: the fraction of inter-node exchange time that computation hides in schedules
+            "overlapped" and "dualpipe-v". Exchanges within a node are not hidden.
+        slices: the exposed fraction of tp communication that overlaps with matmuls slice by slice;
+            None = not measured, all of it is exposed.
         assumed: sentences about numbers that were not measured.
     """
 
@@ -124,11 +124,7 @@ class CostTable(CheckedRecord):
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> CostTable:
-        """Return the table of a file from `write` or `moecore measure`.
-
-        Raises:
-            ValueError: if the file cannot be read or has no such table.
-        """
+        """Read a table that `write` or `moecore measure` wrote; ValueError for an invalid file."""
         check_arguments(CostTable.read, locals())
         name = f"table ({quote(os.fspath(path))})"
         text = read_file(path, name, MAX_TABLE_BYTES, "`moecore measure` writes one")
@@ -149,11 +145,9 @@ class CostTable(CheckedRecord):
     def extend(self, points: Sequence[Point], source: str) -> CostTable:
         """Return a copy of the table with `points` as additional operations measured on `self.gpu`.
 
-        A new point replaces all points of the table with an equal name. The seconds of the
-        remaining points are computed from this table. `source` is a text that describes `points`.
-
-        Raises:
-            ValueError: if the table's GPU is a `Gpu` and not a name.
+        A new point replaces all points of the table with an equal name. The remaining points get
+        the seconds that this table predicts for `self.gpu`. `source` is a text that describes
+        `points`. ValueError if the table's GPU is a `Gpu` and not a name.
         """
         check_arguments(CostTable.extend, locals())
         names = {point.work.name for point in points}
@@ -190,9 +184,7 @@ class CostTable(CheckedRecord):
         """Return the seconds of an operation on the device.
 
         `node_ranks` is the number of a collective's ranks in one NVLink domain; 0 = the maximum.
-
-        Raises:
-            ValueError: for FP8 on a GPU without FP8, or more ranks than a domain can have.
+        ValueError for FP8 on a GPU without FP8, or for more ranks than a domain has.
         """
         check_arguments(CostTable.seconds, locals())
         launch, rates = self._compute_rate_seconds(work, node_ranks)
@@ -201,7 +193,7 @@ class CostTable(CheckedRecord):
     def find_limiting_rate(self, work: Work, node_ranks: CountOrZero = 0) -> Limit:
         """Return the rate that limits an operation, or "launch" if its fixed time is longer.
 
-        `node_ranks` is the number of a collective's ranks in one NVLink domain; 0 = the maximum.
+        `node_ranks` is as in `seconds`.
         """
         check_arguments(CostTable.find_limiting_rate, locals())
         launch, rates = self._compute_rate_seconds(work, node_ranks)

@@ -106,7 +106,7 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
 
 
 def record_with_even_loads(run: TrainingRun, record_run: Callable[[TrainingRun], DryRun]) -> DryRun:
-    """Return the dry run of `run`, but with the launches of a run whose experts have even loads."""
+    """Return the dry run of `run`, but with the launches of a run with balanced expert loads."""
     capacity_step = record_run(run)
     if run.with_even_loads == run:
         return capacity_step

@@ -111,7 +111,7 @@ class Estimator:
         return False, self._time_ratios[layout.pp, layout.ep] * self.seconds(layout, options)
 
     def choose_options(self, layout: Layout) -> OptionSet | None:
-        """Return the fastest option set with which a layout should fit; None = no set suffices."""
+        """Return the fastest option set with which a layout is estimated to fit, or None."""
         byte_ratio, host_ratio = self._byte_ratios[layout.pp], self._host_ratios[layout.pp]
         fitting = (
             choice
@@ -125,7 +125,7 @@ class Estimator:
     def raise_byte_estimates(
         self, layout: Layout, options: OptionSet, planned_bytes: int, planned_host_bytes: int
     ) -> None:
-        """Scale byte estimates up to a plan's bytes, for all layouts with the pp of `layout`."""
+        """Scale up the byte estimates of all layouts with equal pp to the bytes of a plan."""
         pp, ratio = layout.pp, planned_bytes / self.num_bytes(layout, options)
         self._byte_ratios[pp] = max(ratio, self._byte_ratios[pp])
         if planned_host_bytes:
@@ -133,7 +133,7 @@ class Estimator:
             self._host_ratios[pp] = max(ratio, self._host_ratios[pp])
 
     def correct_time_estimates(self, layout: Layout, options: OptionSet, seconds: float) -> None:
-        """Scale the time estimates to a plan's `seconds`, for layouts with this pp and ep."""
+        """Scale the time estimates of all layouts with equal pp and ep to a plan's `seconds`."""
         key, ratio = (layout.pp, layout.ep), seconds / self.seconds(layout, options)
         self._time_ratios[key] = min(self._time_ratios.get(key, math.inf), SPREAD * ratio)
 
@@ -325,7 +325,7 @@ class Estimator:
 
 @lru_cache(maxsize=256)
 def count_saved_bytes_by_block(run: TrainingRun) -> ModelSavedBytes:
-    """Return the bytes that a micro-batch saves for backward by block, faster than a dry run."""
+    """Return the bytes that each block saves for backward per micro-batch, without a dry run."""
     model = run.planned_model.build(run.dtype)
     run.planned_model.merge_loss_chunks(model, run.batch_size * run.seq_len)
     inputs = run.planned_model.make_inputs(run.make_tokens())

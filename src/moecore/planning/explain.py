@@ -54,12 +54,12 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
     Args:
         model: a plain or parallelized model on any device, or a plan, whose first rank is described
             because its shards are the largest.
-        batch: (sequences, tokens per sequence) of a rank's micro-batch. The text then has the bytes
-            that each part of a block saves for backward. Loads of experts are even, and compiled
-            regions count as eager. None = only the bytes per token of MoE layers.
+        batch: (sequences, tokens per sequence) of a rank's micro-batch, to list the bytes that each
+            part of a block saves for backward. The bytes assume even expert loads and eager mode.
+            None = only the bytes per token of MoE layers.
 
     Raises:
-        ValueError: for other types, a number below 1 in `batch`, or a plan with a batch.
+        ValueError: for other types, a number below 1 in `batch`, or a plan together with a batch.
     """
     check_arguments(explain, locals())
     if isinstance(model, ShardPlan):
@@ -306,7 +306,7 @@ ComputeArgs = dict[str, Any]  # arguments of `count_saved_bytes`
 
 
 def list_compute_args(model: nn.Module) -> ComputeArgs:
-    """Return arguments of `count_saved_bytes`: device type ("cuda" on meta), and compute dtypes."""
+    """Return arguments of `count_saved_bytes`: device type ("cuda" if on meta), compute dtypes."""
     attachment = get_parallel_state(model)
     if attachment is None:
         device_type = next((p.device.type for p in model.parameters()), "meta")

@@ -47,39 +47,39 @@ OF_RUNS = ("batch_size", "micro_batches", "dispatcher", "fp8_dispatch", *OF_STAG
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedConfig:
-    """Options of a planned run.
+    """Options of a planned run; "with degrees" means only if a parallel degree is given.
 
     Attributes:
         preset: the model.
         config: the model's Hugging Face config.json or its directory, in place of a preset.
-        gpus: ranks of the world.
+        gpus: number of GPUs, one rank each.
         gpu: the kind of all GPUs; None = h100-80.
         gpu_spec: a TOML file with fields of moecore.planning.Gpu; `like` names a known GPU.
         seq_len: tokens of a row.
         batch_size: rows of a data rank's micro-batch, with degrees; None = 1.
         micro_batches: micro-batches of a step on a data rank, with degrees; None = 1.
         layout: layers of the pipeline stages, such as "Et*3|(tt|)*29m|L".
-        chunks: pipeline stages of a rank; not with `layout`.
-        schedule: of pipeline stages; None = 1f1b.
-        dense_strategy: ZeRO of blocks, with degrees; None = optim_grads_params.
-        experts_strategy: ZeRO of experts; None = as blocks.
-        fp8_param_gather: gather weights of blockwise FP8 products as FP8.
-        dispatcher: dispatch between NVLink domains, with degrees; None = auto, in one level.
+        chunks: pipeline stages per rank; not with `layout`.
+        schedule: pipeline schedule; None = 1f1b.
+        dense_strategy: ZeRO strategy of blocks, with degrees; None = optim_grads_params.
+        experts_strategy: ZeRO strategy of experts; None = as blocks.
+        fp8_param_gather: all-gather the weights of blockwise FP8 GEMMs as FP8.
+        dispatcher: dispatcher between NVLink domains, with degrees; None = auto, one exchange.
         fp8_dispatch: dispatch tokens as FP8, with degrees.
-        precision: of products; None = bf16, or in a search as needed.
-        recompute: parts of MemoryOptions.
-        offload: parts of MemoryOptions.
+        precision: recipe of GEMMs; None = bf16, or in a search FP8 if needed.
+        recompute: what backward recomputes, see MemoryOptions.
+        offload: saved tensors in host memory, see MemoryOptions.
         moments: dtype of AdamW's moments.
         frozen_dense: also store frozen linears in 4 bits, with a 4-bit precision.
         offload_frozen: keep frozen experts in host memory, with a 4-bit precision.
         offload_params: keep weights, gradients and optimizer state in host memory, with degrees.
         lora_rank: rank of LoRA adapters, with --config and degrees; None = all weights are trained.
         checkpointing: recompute each layer, as transformers does, with --config.
-        stash: store saved expert rows in pages, with dispatcher nvlink.
-        row_factor: capacity of dispatcher nvlink over even loads; None = 2.0 within nodes.
-        master_remainder: bf16 weights, see moecore.train.AdamW.
+        stash: save expert activations in a paged buffer, with dispatcher nvlink.
+        row_factor: capacity of dispatcher nvlink / rows of even loads; None = 2.0 within nodes.
+        master_remainder: bf16 weights with fp32 masters, see moecore.train.AdamW.
         state_offload: fraction of AdamW's state in host memory.
-        parallel: degrees; none set = search.
+        parallel: parallel degrees; if no degree is set, search for layouts.
     """
 
     preset: PresetName | None = None
@@ -137,16 +137,16 @@ class PlanConfig(PlannedConfig):
 
     Attributes:
         global_batch: rows of a step, without degrees; None = 8 per GPU.
-        gpus_per_node: GPUs within NVLink, without degrees; None = the GPU's.
-        top: layouts to print, of four times as many plans; None = 3.
-        explain: a layout such as pp=8,ep=8: why it is refused, or what it needs.
-        call: print the Python of the run, or of the best one.
-        write: write the TOML of the run, or of the best one, for moecore pretrain.
-        png: write bars of its memory.
-        timeline: write a PNG of its pipeline's step.
-        html: write a page of its memory, time and stages.
-        table: costs that `moecore measure` has written.
-        pairs_hide: share of exchanges between nodes that overlapped stages hide; None = 0.93.
+        gpus_per_node: GPUs that NVLink connects, without degrees; None = by the GPU.
+        top: layouts to print, without degrees; None = 3. Four times as many are planned.
+        explain: print why a layout such as pp=8,ep=8 is refused, or its options and memory.
+        call: print the Python of the run, or of the best layout.
+        write: write the TOML of the run, or of the best layout, for moecore pretrain.
+        png: write a PNG of the memory per pipeline rank.
+        timeline: write a PNG of the pipeline schedule of a step.
+        html: write an HTML page of memory, time and stages.
+        table: a cost table from moecore measure.
+        pairs_hide: share of inter-node exchange time that overlapped stages hide; None = 0.93.
         json: print one JSON object.
     """
 
@@ -166,12 +166,12 @@ class PlanConfig(PlannedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DryRunConfig(PlannedConfig):
-    """Run the host's code of a training step of one rank, without its GPU and the other ranks.
+    """Run the host code of one rank's training step without a GPU or other ranks.
 
-    Loads are balanced, and collectives return at once.
+    Expert loads are balanced, and collectives return at once.
 
     Attributes:
-        rank: of the world.
+        rank: the global rank that runs.
         json: print one JSON object.
     """
 
@@ -193,7 +193,7 @@ def format_gpu_name(args: PlannedConfig) -> str:
 
 
 def check_no_unused_options(args: PlanConfig) -> None:
-    """Raise a UsageError for an option that the mode (search, run, --explain) does not read."""
+    """Raise a UsageError for an option that the mode (search, run or --explain) ignores."""
     if args.lora_rank is not None or args.checkpointing:
         _refuse(args, ("explain", "call", "write"), "moecore finetune --dry-run has adapters")
         if not args.parallel:
@@ -227,7 +227,7 @@ def _refuse(args: Any, unread: Sequence[str], reason: str) -> None:
 
 
 def format_layout(run: TrainingRun) -> str:
-    """Return the layout of a run as `--explain` reads it, such as "pp=8,tp=1,..,batch_size=1"."""
+    """Return a run's layout in the syntax of `--explain`: "pp=8,tp=1,..,batch_size=1"."""
     p = run.resolved
     named = {name: getattr(p, name) for name in LAYOUT_FIELDS[:5]}
     if run.pipeline is not None:
@@ -279,7 +279,7 @@ def _parse_model(args: Any) -> AnyModel:
 
 
 def parse_search_request(args: PlanConfig) -> SearchRequest:
-    """Return the request of a search, which chooses all memory-saving options that are not set."""
+    """Return the search request; the search chooses all memory-saving options that are not set."""
     options, memory = _parse_optimizer_options(args), _parse_memory_options(args)
     return SearchRequest(
         model=_parse_model(args),
@@ -372,9 +372,9 @@ def parse_run(args: PlannedConfig) -> TrainingRun:
 def choose_nvlink_options(
     dispatch: DispatchOptions, parallel: ParallelConfig, num_peers: int
 ) -> NVLinkOptions | None:
-    """Return the NVLink options with which a run dispatches tokens; None = without NVLink kernels.
+    """Return the run's options of NVLink dispatch kernels; None = the run does not use them.
 
-    `num_peers` neighbouring ranks access each other's memory.
+    `num_peers` is the number of neighbouring ranks that access each other's memory.
     """
     has_peers = are_peers(parallel.ep * parallel.etp, num_peers)
     is_nvlink = dispatch.name in ("auto", "nvlink") and has_peers

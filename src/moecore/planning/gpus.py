@@ -35,9 +35,9 @@ class Gpu(CheckedRecord):
 
     Attributes:
         memory: bytes that a process can allocate.
-        bf16_flops: FLOP/s of dense bf16 and fp16 products.
-        fp8_flops: FLOP/s of dense FP8 products; None = the GPU has no FP8.
-        fp4_flops: FLOP/s of dense FP4 products; None = the GPU has no FP4.
+        bf16_flops: FLOP/s of dense bf16 and fp16 matmuls.
+        fp8_flops: FLOP/s of dense FP8 matmuls; None = the GPU has no FP8.
+        fp4_flops: FLOP/s of dense FP4 matmuls; None = the GPU has no FP4.
         fp32_flops: FLOP/s of fp32.
         memory_bandwidth: bytes/s of memory, reads and writes together.
         nvlink: bytes/s of NVLink, both directions together; bytes/s of PCIe on GPUs without NVLink.
@@ -47,7 +47,7 @@ class Gpu(CheckedRecord):
         server: GPUs of a server.
         domain: GPUs that NVLink connects.
         has_blockwise: whether moecore has blockwise FP8 kernels for the GPU.
-        has_block_scales: whether the GPU's tensor cores multiply MXFP8 and NVFP4.
+        has_block_scales: whether the GPU's tensor cores support MXFP8 and NVFP4.
         has_peer_access: whether GPUs of a server access each other's memory.
         measured: whether plans of moecore were compared with runs on the GPU.
     """
@@ -188,7 +188,7 @@ OTHER_BF16_FLOPS: Mapping[str, float | None] = MappingProxyType(
 
 
 def find_gpu_name(device_name: str) -> GpuName | None:
-    """Return the key of `GPUS` for a device name of torch, such as "NVIDIA H200"; None = no key."""
+    """Return the key of `GPUS` for torch's device name, such as "NVIDIA H200"; None = no key."""
     for name in GPUS:
         model = name.partition("-")[0].replace("rtx", "rtx ")
         if re.search(rf"\b{model}\b", device_name, re.IGNORECASE):
@@ -197,7 +197,7 @@ def find_gpu_name(device_name: str) -> GpuName | None:
 
 
 def find_bf16_flops(device_name: str) -> float | None:
-    """Return the dense bf16 FLOP/s of a GPU by its name in torch; None = the GPU is not known."""
+    """Return dense bf16 FLOP/s by torch's device name; None = the GPU is not known."""
     for pattern, flops in OTHER_BF16_FLOPS.items():
         if re.search(rf"\b({pattern})\b", device_name):
             return flops
@@ -214,9 +214,9 @@ def read_file(path: str | os.PathLike[str], argument: str, max_bytes: int, fix: 
 
 
 def read_gpu(path: str | os.PathLike[str]) -> Gpu:
-    """Return the GPU of a TOML file with fields of `Gpu`, or ValueError for an invalid file.
+    """Read a `Gpu` from a TOML file with the fields of `Gpu`; ValueError for an invalid file.
 
-    The key `like` names a known GPU, which has the values of the missing fields.
+    Fields that the file lacks are copied from the known GPU that the key `like` names.
     """
     file_name = f"gpu-spec ({quote(os.fspath(path))})"
     text = read_file(path, file_name, MAX_GPU_BYTES, "write fields of Gpu there")
@@ -278,5 +278,5 @@ def count_peers(gpu: GpuName | Gpu, num_domain_ranks: int) -> int:
 
 
 def are_peers(group_ranks: int, num_peers: int) -> bool:
-    """Return whether groups of `group_ranks` neighbours access each other's memory; False for 1."""
+    """Return whether each group of `group_ranks` > 1 consecutive ranks has peer memory access."""
     return group_ranks > 1 and num_peers % group_ranks == 0

@@ -59,20 +59,20 @@ class SearchRequest(CheckedRecord):
 
     Attributes:
         model: the decoder, or a model class of transformers.
-        num_gpus: ranks of the world.
+        num_gpus: the world size.
         gpu: a key of `GPUS`, or a record of another GPU.
         gpus_per_node: neighbouring ranks that NVLink connects; None = the largest node
             of this GPU in `GPUS` that divides the world.
         seq_len: tokens of a row, a packed sequence.
         global_batch: rows of a step over all data ranks; None = 8 per GPU.
         fsdp: the sharding of parameters; "any" = weights stay unsharded in a step if that fits.
-        memory: recomputation and offload; "any" = as much as the memory needs.
-        precision: the matmuls in FP8; "any" = FP8 if the memory needs it or it saves time.
-        optimizer: the optimizer's state; "any" = the largest that fits.
+        memory: recomputation and offload; "any" = only as much as is needed to fit.
+        precision: the matmuls in FP8; "any" = FP8 if it is needed to fit or saves time.
+        optimizer: the optimizer's state; "any" = reduced only as much as is needed to fit.
         nvlink: the capacity of dispatcher "nvlink" for layouts whose expert ranks are in one node;
             "any" = twice the rows of even loads; None = dispatcher "alltoall".
-        reserve: share of a GPU's and of its server's memory that no plan may use. The CUDA context,
-            NCCL and the allocator need it on the GPU, the system and the loader on the host.
+        reserve: share of GPU and host memory that no plan may use: for the CUDA context, NCCL, the
+            allocator, the operating system and data loaders.
     """
 
     model: AnyModel
@@ -179,7 +179,7 @@ def find_refusal(request: SearchRequest, layout: Layout) -> Refusal | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptionSet:
-    """Options that save memory, in the order of `OPTIONS`, and the option records of a run."""
+    """Memory-saving options, in the order of `OPTIONS`, and the resulting option records."""
 
     options: tuple[Option, ...]
     fsdp: FSDPOptions
@@ -189,7 +189,7 @@ class OptionSet:
 
     @property
     def overhead(self) -> Overhead:
-        """The overhead of the slowest option, which is the last; "low" without options."""
+        """The overhead of the slowest option, the last one; "low" without options."""
         return (self.options[-1].overhead if self.options else None) or "low"
 
 
@@ -204,7 +204,7 @@ def make_option_set(request: SearchRequest, options: tuple[Option, ...]) -> Opti
 
 
 def list_option_sets(request: SearchRequest) -> tuple[OptionSet, ...]:
-    """Return option sets, each with one option more; the first has options that also save time."""
+    """Return option sets, each with one more option; the first has options that may save time."""
     sets = [make_option_set(request, ())]
     for option in OPTIONS:
         larger = make_option_set(request, (*sets[-1].options, option))
@@ -217,9 +217,9 @@ def list_option_sets(request: SearchRequest) -> tuple[OptionSet, ...]:
 def list_smaller_option_sets(
     request: SearchRequest, option_set: OptionSet, *, includes_gains: bool
 ) -> Iterator[OptionSet]:
-    """Yield `option_set` without one of its options.
+    """Yield copies of `option_set`, each without one option that costs time.
 
-    If `includes_gains`, options that save time are left out too.
+    If `includes_gains`, also yield copies without one option that may save time.
     """
     # The option with the largest overhead is removed first.
     for removal in (o for o in reversed(option_set.options) if includes_gains or not o.gains):

@@ -88,7 +88,7 @@ QUEUED = TrainingRun(model=SMALL_MODEL, num_gpus=1, seq_len=256)
 
 
 def run_measure(args: Any) -> int:
-    """Time operations, write a `CostTable` to `args.out`, return 0; only the first rank writes."""
+    """Time operations, write a `CostTable` to `args.out` on rank 0, and return 0."""
     if not torch.cuda.is_available():
         raise ValueError("device (cpu) must be a GPU: run `moecore measure` where torch sees one")
     device = torch.device("cuda", read_launcher_number("LOCAL_RANK", 0, min_value=0))
@@ -150,7 +150,7 @@ def measure_calls(calls: Iterable[tuple[Work, Call]], device: torch.device) -> I
 
 
 def list_gpu_calls(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
-    """Yield (work, launch function) of each operation; only the last one's tensors exist."""
+    """Yield (work, launch function) of each operation; tensors are allocated when yielded."""
     for M, N, K in sizes.products:
         a, b = _make_random_tensor(device, M, K), _make_random_tensor(device, K, N)
         num_bytes = 2 * (M * K + K * N + M * N)
@@ -174,7 +174,7 @@ def list_gpu_calls(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, C
 
 
 def list_collective_calls(device: torch.device, num_bytes: int) -> Iterator[tuple[Work, Call]]:
-    """Yield (work, function that launches the work) of collectives over the ranks of one node.
+    """Yield (work, launch function) of collectives over the ranks of one node.
 
     The largest tensor has about `num_bytes` bytes. ValueError unless one node has 2 to 8 ranks.
     """

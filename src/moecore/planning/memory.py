@@ -124,7 +124,7 @@ class MemoryPlan:
         return max(self.ranks, key=lambda rank: rank.num_bytes)
 
     def count_pinned_bytes(self, gpu: Gpu) -> int:
-        """Return the pinned host bytes of a server, with the largest rank's bytes for each rank."""
+        """Return a server's pinned host bytes, if all ranks pin as much as the largest rank."""
         ranks = min(gpu.server, self.run.num_gpus)
         return ranks * max(sum(rank.host.values()) for rank in self.ranks)
 
@@ -145,12 +145,12 @@ class MemoryPlan:
 
 
 def plan_peak_memory(run: TrainingRun) -> tuple[int, ...]:
-    """Return the peak bytes of each pipeline rank, as `torch.cuda.max_memory_allocated` counts.
+    """Return each pipeline rank's peak bytes, as `torch.cuda.max_memory_allocated` counts them.
 
-    Buffers of dispatcher "nvlink" are added, which torch's allocator does not count.
+    The buffers of dispatcher "nvlink" are added, because torch's allocator does not count them.
 
     Raises:
-        ValueError, NotImplementedError: as `parallelize_moe`, for options that the model refuses.
+        ValueError, NotImplementedError: as `parallelize_moe`, for unsupported options.
     """
     check_arguments(plan_peak_memory, locals())
     return tuple(rank.find_peak().num_bytes for rank in _make_rank_steps(run))
@@ -160,7 +160,7 @@ def plan_memory(run: TrainingRun) -> MemoryPlan:
     """Return the memory of each pipeline rank at its peak, by kind. No GPU, no communication.
 
     Raises:
-        ValueError, NotImplementedError: as `parallelize_moe`, for options that the model refuses.
+        ValueError, NotImplementedError: as `parallelize_moe`, for unsupported options.
     """
     check_arguments(plan_memory, locals())
     with fake_world(1):
@@ -219,7 +219,7 @@ def _remove_negative_bytes(
 
 
 def count_steady_micro_batches(run: TrainingRun) -> int:
-    """Return how many micro-batches to dry-run, to find the peak memory of all micro-batches."""
+    """Return how many micro-batches a dry run needs to reach the peak memory of the full step."""
     # The middle rounds of a pipeline are identical. A run without stages has rounds of one
     # micro-batch. Schedule "gpipe" keeps the activations of all micro-batches.
     number, pp = run.num_micro_batches, run.resolved.pp

@@ -25,7 +25,7 @@ from moecore.moe.experts import Experts
 
 
 class ModuleParts(NamedTuple):
-    """Modules of a model, in forward order. A dry run is split at their forwards and backwards."""
+    """A model's modules in forward order, whose forwards and backwards divide a dry run."""
 
     embedding: nn.Module
     layers: Sequence[nn.Module]
@@ -45,13 +45,13 @@ class ModelSizes(NamedTuple):
 def count_sizes(
     model: nn.Module, expert_params: Iterable[nn.Parameter], tp_params: Iterable[nn.Parameter]
 ) -> ModelSizes:
-    """Count the elements of all parameters, of routed experts and of tp-sharded parameters."""
+    """Count elements of all parameters, of `expert_params` and of `tp_params`."""
     groups = (model.parameters(), expert_params, tp_params)
     return ModelSizes(*(sum(param.numel() for param in group) for group in groups))
 
 
 class ModelSource(NamedTuple):
-    """Lines of Python that import, build and initialise a model around `parallelize_moe`."""
+    """Lines of Python that import and build a model, initialize its weights and make inputs."""
 
     imports: Sequence[str]
     build: Sequence[str]
@@ -61,7 +61,7 @@ class ModelSource(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedModel(ABC):
-    """Base class of models in plans: sizes, layers, and a builder of the module on meta."""
+    """Base class of a model in plans: its sizes and layers, and how to build it on meta."""
 
     dim: int  # of hidden states
     vocab_size: int  # rows of the embedding
@@ -91,7 +91,7 @@ class PlannedModel(ABC):
 
     @abstractmethod
     def select_layers(self, layer_idxs: Sequence[int]) -> Any:
-        """Return the model with only the layers at these indices, as a `TrainingRun.model`."""
+        """Return the model with only the layers at `layer_idxs`, for `TrainingRun.model`."""
 
     @abstractmethod
     def build(self, dtype: torch.dtype) -> nn.Module:
@@ -240,9 +240,9 @@ def find_layer_kind(config: DecoderConfig, layer: int) -> LayerKind:
 
 
 def find_preset(config: DecoderConfig) -> tuple[str, dict[str, int]] | None:
-    """Return the name of the preset that a config equals, and the config's changes of the preset.
+    """Return (name, {}) of the preset that equals `config`; None = no preset is equal.
 
-    The changes are {} or {"max_seq_len": n}. None = every preset differs in other fields.
+    If only the maximum sequence length differs, the dict is {"max_seq_len": n}.
     """
     for name, entry in PRESETS.items():
         pairs = ((f.name, getattr(entry, f.name), getattr(config, f.name)) for f in fields(config))

@@ -82,7 +82,7 @@ def _double_stages_per_rank(run: TrainingRun) -> TrainingRun:
 
 @dataclass(frozen=True, slots=True, eq=False)  # each is in `OPTIONS` once
 class Option:
-    """An option of a run that saves memory or time, with the page that explains it."""
+    """An option of a run that saves memory or time, and its page in the documentation."""
 
     name: str  # the Python source that sets the option, or a description in words
     page: str  # of docs, and its section
@@ -96,7 +96,7 @@ class Option:
     unless: str = r"(?!)"  # matches kernels and launches of traces that have it, or cannot have it
 
     def apply(self, run: TrainingRun, gpu: GpuName | Gpu) -> TrainingRun:
-        """Return the run with the option set, or the run unchanged if run or GPU exclude it."""
+        """Return the run with this option; unchanged if run or GPU do not support the option."""
         try:
             changed = run if self.change is None else self.change(run)
         except ValueError:  # such as "nvlink" between nodes
@@ -292,7 +292,7 @@ OPTIONS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """An option and its gain: the relative increase of tokens per second that the option gives."""
+    """An option, and the relative increase of tokens per second that the option gives."""
 
     text: str
     gain: float
@@ -302,10 +302,9 @@ class Change:
 
 
 def next_change(plan: TimePlan, table: CostTable, limit: NumBytes | None = None) -> Change | None:
-    """Return the change that gains most tokens per second; None = no option gains 1%.
+    """Return the option that gains most tokens per second; None = no option gains 1%.
 
-    `table` is the cost table of the plan. `limit` is the maximum bytes of a rank; None = the GPU's
-    memory.
+    `table` is the plan's cost table. `limit` is a rank's maximum bytes; None = the GPU's memory.
     """
     check_arguments(next_change, locals())
     limit = get_gpu(plan.gpu).memory if limit is None else limit

@@ -33,7 +33,7 @@ VALUES = (bool, int, float, str)
 
 
 def format_option_flags(run: TrainingRun) -> list[str]:
-    """Return the options of a run that decide its memory as flags of `moecore plan`."""
+    """Return the flags of `moecore plan` for a run's options that change its memory."""
     memory, options, fraction = run.memory, run.optimizer, run.optimizer.offload_fraction
     parts: tuple[str, ...] = tuple(part for part in memory.parts if part not in GEMM_LAST)
     has_gemm_last = len(parts) + len(GEMM_LAST) == len(memory.parts)
@@ -153,7 +153,7 @@ def _find_non_default_fields(record: Any) -> dict[str, Any]:
 
 
 def find_precision_name(precision: Precision) -> str | None:
-    """Return the name that stands for a precision; None = no name does."""
+    """Return the `--precision` name of these options; None = no name has equal options."""
     names = get_args(PrecisionName)
     return next((name for name in names if Precision.of(name) == precision), None)
 
@@ -164,7 +164,7 @@ def _format_precision(precision: Precision) -> str:
 
 
 def format_recipe(run: TrainingRun, config: Path | None = None) -> str:
-    """Return the TOML of a run; ValueError for options and models without a name.
+    """Return a run as TOML for `moecore pretrain`; ValueError for options TOML cannot express.
 
     `config` is the path of the model's config.json or its directory; None = the model is a preset.
     """

@@ -55,7 +55,7 @@ DIMS = {
 
 @dataclass(frozen=True, slots=True)
 class Work(CheckedRecord):
-    """An operation on the device: its kind, name, FLOP, bytes and sizes, which decide its time."""
+    """A device operation: the name, kind, FLOPs, bytes, shape and dtype that decide its time."""
 
     name: str  # of the kernel or of torch's operation, such as "aten.mm"
     kind: Kind  # decides the formula of its time
@@ -85,7 +85,7 @@ class QueuedLaunch(NamedTuple):
 
 
 class PlacedLaunch(NamedTuple):
-    """A launch in a simulated queue; its dependencies are distances back to earlier launches."""
+    """A launch in a simulated queue; a dependency n is the launch n positions earlier."""
 
     queued: QueuedLaunch
     dependencies: tuple[int, ...]
@@ -93,7 +93,7 @@ class PlacedLaunch(NamedTuple):
 
 
 def place_launches(launches: Iterable[QueuedLaunch]) -> list[PlacedLaunch]:
-    """Return the launches as a queue, with dependencies as distances back instead of numbers."""
+    """Convert launches to a queue: dependencies become distances back to earlier launches."""
     placed = []
     for i, item in enumerate(launches):
         kinds = (item.dependencies, item.host_dependencies)
@@ -123,7 +123,7 @@ Args = Sequence[Any]
 def compute_operation_work(
     name: str, args: Args, kwargs: Mapping[str, Any], out: Any, *, writes: bool
 ) -> Work | None:
-    """Return the work of operation `name` with result `out`; None if it `writes` no data (view)."""
+    """Return the work of operation `name` with result `out`; None for views (`writes` False)."""
     if not writes or name in WITHOUT_WORK or not (tensors := list_tensors(args, kwargs, out)):
         return None
     if name in PRODUCTS:
@@ -326,7 +326,7 @@ class WorkRecorder(DispatchMode):
         self.kinds, self._top_kinds = (Counter({RESIDENT: self.level}) for _ in range(2))
 
     def begin_part(self, direction: Pass, part: str) -> None:
-        """Record that a part of the model, such as "layer 3", begins a pass."""
+        """Record that a part of the model, such as "layer 3", begins a forward or backward."""
         with torch.DisableTorchFunction():  # gradients of parameters are a kind of their own
             for grad in (param.grad for param in self.params if param.grad is not None):
                 key = get_storage_key(get_local_tensor(grad))
@@ -342,7 +342,7 @@ class WorkRecorder(DispatchMode):
         self._open_kinds = [OPTIMIZER if part == END else KINDS[direction]]
 
     def end_part(self) -> None:
-        """Store the peak memory since the last `begin_part` in its `PartStart`."""
+        """Store the peak memory since the last `begin_part` in the `PartStart` of that call."""
         if self.starts:
             self.starts[-1] = self.starts[-1]._replace(top=self._top, top_kinds=self._top_kinds)
             self._top, self._top_kinds = self.level, self.kinds.copy()
@@ -360,7 +360,7 @@ class WorkRecorder(DispatchMode):
             self._open_kinds = outside
 
     def count_storage(self, tensor: Tensor) -> bool:
-        """Count a tensor's bytes if its storage is new; return whether it is new and on the GPU."""
+        """Count bytes of a storage not seen before; return whether it is new and on the GPU."""
         key = get_storage_key(tensor)
         if key in self._sizes:
             return False
@@ -385,7 +385,7 @@ class WorkRecorder(DispatchMode):
         self.kinds[kind] -= size
 
     def record_kernel(self, name: str, args: Sequence[Any]) -> None:
-        """Record the launch of a moecore kernel: the callback for `record_launches_on_meta`."""
+        """Record a moecore kernel launch; the callback of `record_launches_on_meta`."""
         with torch.DisableTorchFunction():
             self._append_launch(compute_kernel_work(name, args))
 

@@ -103,7 +103,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The kernels of one rank's GPU in the order of starts, and the host's calls."""
+    """The kernels of one rank's GPU in order of start time, and the host's calls."""
 
     kernels: Sequence[Kernel]
     launches: Collection[str]  # names of calls that launch work on the GPU
@@ -114,7 +114,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class OptionGain:
-    """An option that may shorten a step, and the time that it can save."""
+    """An option that may shorten a step, and the share of the step that it can save."""
 
     option: str  # as text
     page: str  # of docs
@@ -139,7 +139,7 @@ class Report:
 
     @property
     def limit_text(self) -> str:
-        """The limit (such as memory bandwidth) with most time, and its largest part, as text."""
+        """Text: the limit with most time, such as memory bandwidth, and its largest part."""
         limit = next(iter(self.ms_by_limit))
         return f"{limit}, most of it {max(PARTS[limit], key=lambda p: self.parts.get(p, 0.0))}"
 
@@ -157,9 +157,9 @@ class Report:
 
 
 def report_trace(path: str | Path, *, num_steps: Count | None = None) -> Report:
-    """Return the report of a Chrome trace of torch.profiler of one GPU, `.json` or `.json.gz`.
+    """Return the report of one GPU's Chrome trace from torch.profiler, `.json` or `.json.gz`.
 
-    `num_steps` None = the number that `profile.step()` marked, or 1 without marks.
+    `num_steps` None = the steps that `profile.step()` marked, or 1 without marks.
     """
     check_arguments(report_trace, locals())
     try:
@@ -171,7 +171,7 @@ def report_trace(path: str | Path, *, num_steps: Count | None = None) -> Report:
 
 
 def make_report(trace: Trace, num_steps: int = 1) -> Report:
-    """Return the report of a trace of `num_steps` steps: milliseconds of a step, and options."""
+    """Return the report of a trace of `num_steps` steps: milliseconds per step, and options."""
     parts: dict[str, float] = {}
     for part, us in [*_attribute_busy_time(trace), *_attribute_idle_time(trace)]:
         parts[part] = parts.get(part, 0.0) + us * 1e-3 / num_steps

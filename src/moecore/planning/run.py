@@ -66,10 +66,8 @@ class OptimizerOptions(CheckedRecord):
 
     Attributes:
         moment_dtype: the dtype of both moments.
-        master_remainder: whether parameters are bf16, with the rest of their fp32 masters in the
-            optimizer's state.
-        offload_fraction: the part of the state that is in host memory while forward and backward
-            run.
+        master_remainder: bf16 parameters; the state has the other 16 bits of fp32 masters.
+        offload_fraction: the fraction of the state in host memory during forward and backward.
     """
 
     moment_dtype: MomentDtype = "float32"
@@ -89,13 +87,13 @@ class TrainingRun(CheckedRecord):
     Attributes:
         model: the decoder, or a model class of transformers.
         num_gpus: the number of ranks.
-        parallel: the degrees; -1 = all ranks that other degrees leave.
+        parallel: the parallel degrees; -1 = all remaining ranks.
         seq_len: tokens of a row.
         batch_size: rows of a data rank's micro-batch.
         num_micro_batches: micro-batches of a step on each data rank.
-        pipeline: the stages; None = no pipeline.
-        fsdp: options of sharding.
-        memory: options of recompute, offload and pages.
+        pipeline: stages and schedule; None = no pipeline.
+        fsdp: options of parameter sharding.
+        memory: recomputation, offload, and the paged buffer of expert activations.
         precision: the matmuls in FP8; None = no FP8.
         optimizer: options of AdamW.
         nvlink: the capacity of dispatcher "nvlink", which stores tokens into the memory of GPUs of
@@ -234,8 +232,8 @@ def _make_adamw(params: Iterable[nn.Parameter], options: OptimizerOptions) -> Ad
 def fake_world(world_size: Count, rank: CountOrZero = 0) -> Iterator[None]:
     """Return a context in which this process is one rank of a world without communication.
 
-    A collective returns at once and does not change its output. So tensors have the shapes and
-    owners of the real world, but no meaningful values.
+    A collective returns at once and does not change its output, so tensors have the shapes and
+    owners of the real world but no meaningful values.
 
     Raises:
         ValueError: if a process group exists already, or `rank` is not less than `world_size`.
@@ -269,7 +267,7 @@ def enter_run_world(run: TrainingRun, rank: int = 0) -> Iterator[None]:
 
 @contextmanager
 def pause_garbage_collection() -> Iterator[None]:
-    """Return a context without automatic garbage collection; existing objects are not examined."""
+    """Return a context without automatic garbage collection of new or existing objects."""
     is_frozen, is_on = _has_frozen_objects(), gc.isenabled()
     if is_frozen:
         gc.collect()  # objects of earlier dry runs, before they are frozen too
@@ -293,7 +291,7 @@ SAMPLE = 1 << 20  # elements whose optimizer state is counted
 
 
 def list_stages(run: TrainingRun) -> Sequence[Stage]:
-    """Return the pipeline stages in the order of forward; without a pipeline, one full stage."""
+    """Return the pipeline stages in forward order; without a pipeline, one full stage."""
     model = run.planned_model
     if run.pipeline is None:
         layers, mtp = tuple(range(model.num_layers)), tuple(range(model.num_mtp_layers))
@@ -305,7 +303,7 @@ def list_stages(run: TrainingRun) -> Sequence[Stage]:
 
 
 def list_rank_stages(run: TrainingRun) -> list[list[Stage]]:
-    """Return the stages of each pipeline rank, in the order of forward."""
+    """Return the stages of each pipeline rank, in forward order."""
     stages, pp = list_stages(run), run.resolved.pp
     if run.pipeline is None:
         return [list(stages)]

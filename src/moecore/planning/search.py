@@ -50,7 +50,7 @@ MAX_DIVISORS = 64  # of a number of GPUs: layouts of a number with more would ta
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A layout and its memory plan, with the fastest options that fit, or with all if none fit."""
+    """A layout's memory plan with the fastest options that fit, or all options if none fits."""
 
     layout: Layout
     run: TrainingRun
@@ -127,10 +127,10 @@ def search(
     max_plans: Count | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> SearchResult:
-    """Return the layouts that fit, ranked; if none fits, the smallest change with which one does.
+    """Return the layouts that fit, ranked; if no layout fits, the smallest change to fit one.
 
     Args:
-        request: the model and its training, and the options that may vary.
+        request: the model, the GPUs, and the options that may vary.
         rank_by: the sort key of layouts that fit, ascending; all have equal tokens per step.
         table: the costs of operations; None = moecore's table of the GPU.
         num_results: the maximum number of layouts that are returned as fitting.
@@ -212,7 +212,7 @@ def _check_time_is_modelled(request: SearchRequest) -> None:
 def find_faster_options(
     request: SearchRequest, fitting: FittingCandidate, table: CostTable, estimator: Estimator
 ) -> FittingCandidate:
-    """Return the fastest of `fitting` and its variants: balanced stages, or fewer options."""
+    """Return the fastest of `fitting` and variants with balanced stages or fewer options."""
     runs = balance_stages(fitting.run, table)[1:]
     stage_layouts = (plan_candidate(request, fitting.layout, fitting.options, run) for run in runs)
     balanced = (add_step_time(candidate, table) for candidate in stage_layouts if candidate.fits)
@@ -263,7 +263,7 @@ def add_step_time(candidate: Candidate, table: CostTable) -> FittingCandidate:
 
 
 def plan_layout(request: SearchRequest, layout: Layout, table: CostTable) -> Refusal | Candidate:
-    """Return a layout's refusal, or its plan with the fastest options that fit (all if none do)."""
+    """Return a layout's refusal, or its plan with the fastest options (all options if none fit)."""
     _check_time_is_modelled(request)
     if (refusal := find_refusal(request, layout)) is not None:
         return refusal
@@ -276,7 +276,7 @@ def plan_layout(request: SearchRequest, layout: Layout, table: CostTable) -> Ref
 
 
 def describe_outcome(request: SearchRequest, layout: Layout, outcome: Refusal | Candidate) -> str:
-    """Return a line: the options with which a layout fits, or why it is refused or too large."""
+    """Return text: the options with which a layout fits, or why it is refused or too large."""
     if isinstance(outcome, Refusal):
         return f"{layout}: refused ({outcome.rule}): {outcome.reason}"
     usage = f"{format_bytes(max(outcome.peaks))} of {format_bytes(request.max_gpu_bytes)}"
@@ -295,7 +295,7 @@ def describe_outcome(request: SearchRequest, layout: Layout, outcome: Refusal | 
 
 
 def plan_fitting_layout(request: SearchRequest, layout: Layout, estimator: Estimator) -> Candidate:
-    """Plan a layout with the fastest options that fit, or with all; correct `estimator`'s bytes."""
+    """Plan a layout with the fastest options that fit, or all if none fits; update `estimator`."""
     while (candidate := _plan_estimated_options(request, layout, estimator)) is None:
         pass
     return candidate
@@ -333,7 +333,7 @@ def plan_candidate(
 
 
 def find_smallest_change(request: SearchRequest, table: CostTable) -> str | None:
-    """Return text of the cheapest change with which a layout fits; None = none was found."""
+    """Return text of the cheapest change with which a layout fits; None = no change was found."""
     for text, changed in _list_request_changes(request):
         layouts, _ = _list_allowed_layouts(changed)
         estimate, options = Estimator(changed, table).num_bytes, list_option_sets(changed)[-1]

@@ -36,7 +36,7 @@ SampledLayers = Mapping[Literal["F", "B"], Sequence[int]]
 
 
 def sample_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun, SampledLayers]:
-    """Return a run of a few layers without pipeline stages, and the sample for each full layer."""
+    """Return a run of few sampled layers, no pipeline, and the sample for each layer and pass."""
     # The samples of the last layer's kind are its first two and its last two layers. The samples of
     # another kind are its first layer, and its first layer behind a layer of the last kind, which
     # stands for the rest of its kind. A layer prefetches weights of the next but one. So the
@@ -119,7 +119,7 @@ class Segments:
         starts: Sequence[PartStart],
         sampled_layers: SampledLayers,
     ) -> Segments:
-        """Divide a recording at `starts`; the first segment also has the launches before it."""
+        """Divide a recording at `starts`; the first segment also has all earlier launches."""
         passes: dict[tuple[int, Pass, str], list[Segment]] = {}
         resident_bytes, last = starts[0].level, starts[-1]
         micro_batch, before = -1, "B"
@@ -277,7 +277,7 @@ class SampledRun(NamedTuple):
 
 
 def make_segments(run: TrainingRun) -> Segments:
-    """Return the segments for times, with the optimizer's bytes scaled to the complete model."""
+    """Return segments for step times; the optimizer's work is scaled to the complete model."""
     small = SampledRun.from_run(run)
     segments, share = (
         small.segments,

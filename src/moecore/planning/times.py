@@ -57,14 +57,14 @@ ROUNDS = 3  # micro-batches of a simulated step over the number of pipeline rank
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The seconds of a step of one rank, by the part that limits it."""
+    """The seconds of a rank's step; `parts` are the seconds by limit, such as "memory"."""
 
     seconds: float  # between the ends of two steps
     parts: Parts  # the seconds by limit, without hidden work
 
     @property
     def limit(self) -> Part:
-        """The part with most seconds, which limits the step."""
+        """The limit with most seconds, such as "compute" or "network"."""
         return max(self.parts, key=lambda part: self.parts[part])
 
 
@@ -72,8 +72,8 @@ class StepTime:
 class TimePlan(StepTime):
     """The planned time of a run's step.
 
-    `parts` are the seconds of the pipeline rank that works longest. "bubble" is the time in which
-    that rank waits for other ranks.
+    `parts` are the seconds of the pipeline rank with most work. "bubble" is that rank's waiting
+    time for other ranks.
     """
 
     run: TrainingRun
@@ -117,7 +117,7 @@ class Spans(NamedTuple):
         )
 
     def split_seconds(self, start: float, end: float) -> dict[Part, float]:
-        """Return the seconds from `start` to `end` by the first of `PARTS` that runs, or "host"."""
+        """Split `start` to `end` (s) by limit: the first limit of `PARTS` in use, or "host"."""
         edges: list[tuple[float, int, Part]] = []
         for begin, stop, part in zip(*self, strict=True):
             if begin < end and stop > start:  # calls of min and max would take longer, also below
@@ -139,7 +139,7 @@ class Spans(NamedTuple):
 
 
 class PassSeconds(NamedTuple):
-    """The seconds of a pass by limit, without overlapped work, and its seconds of network use."""
+    """Seconds of a forward or backward by limit, without hidden work, and of network use."""
 
     parts: Parts
     network: float
@@ -150,7 +150,7 @@ Memo = dict[object, StagePasses]  # by the starts of a stage's segments
 
 
 def time_step(step: DryRun, table: CostTable) -> StepTime:
-    """Return the time of a rank's step, if other ranks are as fast.
+    """Return the time of a rank's step if all ranks are equally fast.
 
     Raises:
         NotImplementedError: for matmuls whose time on the table's GPU is not modelled.
@@ -165,7 +165,7 @@ def time_step(step: DryRun, table: CostTable) -> StepTime:
 
 
 def simulate_queue(queue: Sequence[PlacedLaunch], table: CostTable, num_steps: int = 1) -> Spans:
-    """Return start, end and limit of each launch of a queue, launched `num_steps` times."""
+    """Simulate a queue that is launched `num_steps` times; return each launch's span and limit."""
 
     @cache
     def compute_cost(work: Work, node_ranks: int) -> tuple[float, Part]:
@@ -197,7 +197,7 @@ def simulate_queue(queue: Sequence[PlacedLaunch], table: CostTable, num_steps: i
 
 
 def plan_time(run: TrainingRun, table: CostTable) -> TimePlan:
-    """Return the planned time of a run's step, at a table's costs. No GPU, no communication.
+    """Return a run's planned step time by a cost table. No GPU, no communication.
 
     Raises:
         ValueError, NotImplementedError: as `parallelize_moe`, or if a time is not modelled.

@@ -47,14 +47,14 @@ PLACE = "layer_idx"  # attribute of modules
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransformersModel(CheckedRecord):
-    """A class of transformers that `parallelize_moe` trains: `TransformersModel.of(config)`.
+    """A transformers model class with a config, made by `TransformersModel.of(config)`.
 
     Attributes:
         values: config.json, as JSON with sorted keys.
         source: the path of config.json.
         layers: the indices of the layers that the model has; None = all.
         recompute: whether transformers recomputes each layer in backward.
-        lora: the adapters, with which all other weights are frozen and in bf16; None = no adapters.
+        lora: LoRA adapters; all other weights are then frozen and in bf16. None = no adapters.
     """
 
     values: str
@@ -68,8 +68,8 @@ class TransformersModel(CheckedRecord):
         """Return the model of a directory, a config.json, or the contents of a config.json.
 
         Raises:
-            ValueError: for a config for which transformers has no class.
-            NotImplementedError: as `parallelize_moe`, for a family that it does not train.
+            ValueError: if transformers has no class for the config.
+            NotImplementedError: for a family that `parallelize_moe` does not support.
         """
         check_arguments(TransformersModel.of, locals())
         values = read_config(config)
@@ -104,7 +104,7 @@ WIDTHS = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 class Structure(NamedTuple):
-    """A model on meta with moecore's MoE layers, its decoder layers (`blocks`) and MoE layers."""
+    """A meta model whose MoE layers are moecore's, and lists of decoder layers and MoE layers."""
 
     model: Any
     blocks: list[nn.Module]
@@ -119,7 +119,7 @@ class StockModel(PlannedModel):
 
     @classmethod
     def from_model(cls, model: TransformersModel) -> StockModel:
-        """Return the sizes and layers that a model's modules have."""
+        """Build the model on meta and return the sizes and layers of its modules."""
         hf, blocks, experts = _build_structure(model)
         config = hf.config.get_text_config()
         with_experts = [any(isinstance(m, RoutedLayer) for m in b.modules()) for b in blocks]

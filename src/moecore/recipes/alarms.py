@@ -30,9 +30,9 @@ class Alarms:
                      most half of its experts shared all tokens: 1 / sum(share^2) <= E / 2.
         gradient     The gradient norm is nan, inf or above the limit of [skip_spikes], so the
                      step was skipped. With a loss scale, nan and inf raise no alarm.
-        first steps  The first gradient norm is above `FIRST_NORM`. Or two consecutive losses of
-                     the first steps have risen by `LOSS_GROWTH`, and one of their gradient norms
-                     is `NORM_GROWTH` times the first.
+        first steps  The first gradient norm is above `FIRST_NORM`. Or in the first steps, two
+                     consecutive losses are `LOSS_GROWTH` nats above the lowest earlier loss, and a
+                     gradient norm of these is at least `NORM_GROWTH` times the first norm.
 
     An alarm about experts or collapse is repeated only after the condition has ended. Losses of
     reinforcement learning (metrics with "reward") raise no alarm.
@@ -50,7 +50,7 @@ class Alarms:
         self._idle: dict[tuple[str, int], int] = {}  # layer and expert -> steps without a token
 
     def find_alarms(self, step: int, metrics: Metrics) -> list[str]:
-        """Return one line for each alarm of a step; `metrics` has the load of each expert."""
+        """Return one line of text per alarm of a step; `metrics` includes each expert's load."""
         lines = [*self._check_loss(metrics), *self._check_experts(metrics)]
         lines += [*self._check_collapse(metrics), *self._check_gradient(metrics)]
         lines += self._check_first_steps(step, metrics)

@@ -46,7 +46,7 @@ class BorderTokens:
     end: tuple[int, ...]  # with the end-of-sequence token
 
     def find_content(self, ids: Sequence[int]) -> slice:
-        """Return the slice of token ids without the begin tokens and end tokens around the text."""
+        """Return the slice of `ids` between the leading begin tokens and trailing end tokens."""
         start, stop = 0, len(ids)
         n = len(self.begin)
         while n and tuple(ids[start : start + n]) == self.begin:
@@ -58,17 +58,17 @@ class BorderTokens:
         return slice(start, stop)
 
     def make_document(self, ids: Sequence[int]) -> list[int]:
-        """Return token ids with the begin tokens once before and the end tokens once after them."""
+        """Return `ids` with exactly one copy of the begin tokens before and end tokens after."""
         return [*self.begin, *ids[self.find_content(ids)], *self.end]
 
     def make_prompt(self, ids: Sequence[int]) -> list[int]:
-        """Return token ids with the begin tokens once before them and without end tokens."""
+        """Return `ids` with exactly one copy of the begin tokens before and no end tokens."""
         return [*self.begin, *ids[self.find_content(ids)]]
 
 
 @lru_cache(maxsize=1)
 def find_borders(tokenizer: Any) -> BorderTokens:
-    """Return the special tokens that a tokenizer adds; ValueError if it changes a text's tokens."""
+    """Return the special tokens that a tokenizer adds; ValueError if they change other tokens."""
     last = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     for probe in PROBES:
         plain, full = (
@@ -87,7 +87,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A training sequence: int32 token ids, and a bool mask of the tokens that are learned."""
+    """A training sequence: int32 token ids [T], and a bool mask [T] of the tokens in the loss."""
 
     tokens_T: Tensor
     is_answer_T: Tensor
@@ -99,7 +99,7 @@ class Example:
 
     @property
     def num_answers(self) -> int:
-        """The number of labels that the loss counts; the first token is not predicted."""
+        """The number of tokens in the loss, which excludes the first token of the sequence."""
         return int(self.is_answer_T[1:].sum())
 
     def cut(self, stop: int, *, start: int = 0) -> Example:
@@ -108,7 +108,7 @@ class Example:
 
 
 def encode_record(record: Any, tokenizer: Any, *, seq_len: int, location: str) -> list[Example]:
-    """Return the examples of a data row at `location`; a text can give several examples."""
+    """Return a data row's examples, several for a text above `seq_len`; errors name `location`."""
     fields: Any = record if isinstance(record, dict) else {}
     messages, num_prompt = fields.get("messages"), 0
     prompt, completion, text = (fields.get(name) for name in ("prompt", "completion", "text"))

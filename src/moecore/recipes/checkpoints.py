@@ -28,7 +28,7 @@ def get_checkpoint_dir(args: RunConfig) -> AnyPath:
 
 
 def connect_memory(args: RunConfig) -> AnyPath | None:
-    """Return the root of the run's checkpoints in host memory; None = not used. Collective."""
+    """Return the root of the run's checkpoints in host memory; None = disabled. Collective."""
     if not args.memory_checkpoint_every:
         return None
     connect_host_memory()
@@ -51,7 +51,7 @@ def connect_memory(args: RunConfig) -> AnyPath | None:
 def find_newest_checkpoint(args: RunConfig) -> AnyPath | None:
     """Return the newest checkpoint of a run, in memory or in its directory. Collective.
 
-    Older or incomplete checkpoints in memory are deleted, so that the run can save these steps.
+    Older and incomplete checkpoints in memory are deleted, so the run can save their steps again.
     """
     memory = connect_memory(args)
 
@@ -82,10 +82,7 @@ def _get_step(path: AnyPath) -> int:
 
 
 def open_memory_saver(args: RunConfig, job: Any) -> AbstractContextManager[Saver | None]:
-    """Return a context with the job's `Saver` of checkpoints in host memory, or None.
-
-    Collective.
-    """
+    """Return a context with the `Saver` of checkpoints in host memory; None = off. Collective."""
     memory = connect_memory(args)
     if memory is None:
         return nullcontext()

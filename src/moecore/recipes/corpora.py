@@ -54,7 +54,7 @@ class SourceOptions(CheckedRecord):
 
     @classmethod
     def from_word(cls, word: str) -> SourceOptions:
-        """Return the source of a word such as "code.jsonl,weight=0.3,field=content"."""
+        """Parse a command-line word such as "code.jsonl,weight=0.3,field=content"."""
         path, *pairs = word.split(",")
         values: dict[str, Any] = {}
         for key, _, text in (pair.partition("=") for pair in pairs):
@@ -68,7 +68,7 @@ class SourceOptions(CheckedRecord):
 
     @classmethod
     def from_table(cls, values: Mapping[str, Any]) -> SourceOptions:
-        """Return the source of a TOML table; ValueError for an unknown key or without a path."""
+        """Convert a TOML table; ValueError for an unknown key or without the key "path"."""
         names = [field.name for field in fields(cls)]
         for key in values:
             if key not in names:
@@ -100,7 +100,7 @@ def _list_path_names(path: str) -> list[str]:
 def open_source(
     options: SourceOptions, tokenizer: Tokenizer, *, option: str = "--data"
 ) -> CorpusSource:
-    """Open a source; return its documents with their tokenizer. Errors name the flag `option`."""
+    """Open a source of documents that `tokenizer` encodes. ValueErrors name the flag `option`."""
     try:
         documents = _open_documents(options, option)
     except ValueError as error:
@@ -142,7 +142,7 @@ def _open_documents(options: SourceOptions, option: str) -> Any:
 
 @dataclass(frozen=True)
 class DocumentRange:
-    """A part of a data set: the documents in a range of indices, counted from its first."""
+    """A part of a data set: the documents whose indices in the data set are in `indices`."""
 
     documents: Any
     indices: range
@@ -164,7 +164,7 @@ class DocumentRange:
 
 
 def split_sources(sources: Sequence[CorpusSource]) -> tuple[list[CorpusSource], list[CorpusSource]]:
-    """Return training sources, and evaluation sources: the last 5% of each, at least a document."""
+    """Return (training, evaluation) sources: the last 5% of a source, >= 1 document, evaluate."""
     parts: tuple[list[CorpusSource], list[CorpusSource]] = ([], [])
     for source in sources:
         number = len(source.documents) if source.is_indexed else 0
@@ -180,7 +180,7 @@ def split_sources(sources: Sequence[CorpusSource]) -> tuple[list[CorpusSource], 
 
 
 class Tokenizer:
-    """A tokenizer of a model directory or hub name; with name "bytes" each byte is a token."""
+    """The tokenizer of a model directory or hub name; if the name is "bytes", bytes are tokens."""
 
     def __init__(self, name: str) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loaders have workers instead
@@ -211,7 +211,7 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class DocumentEncoder:
-    """A function that tokenizes a document: a mapping with column `field`, a text or token ids."""
+    """A callable that tokenizes a document: a text, token ids, or a row with either in `field`."""
 
     tokenizer: Tokenizer
     field: str
@@ -230,7 +230,7 @@ class DocumentEncoder:
 def make_scheduled_corpus_steps(
     sources: Sequence[CorpusSource], options: CorpusOptions, shape: BatchShape, **arguments: Any
 ) -> Steps[ScheduledBatch]:
-    """Return this data rank's steps for --dynamic-cp; `arguments` are for `ScheduledLoader`."""
+    """Return this data rank's reader for --dynamic-cp, a `ScheduledLoader` with `arguments`."""
     loader = ScheduledLoader(
         sources, options, rows=shape.rows, data_ranks=shape.data_ranks, **arguments
     )
@@ -238,7 +238,7 @@ def make_scheduled_corpus_steps(
 
 
 class CorpusSteps:
-    """A reader of packed rows of a corpus, one step of this data rank at a time."""
+    """An endless reader of this data rank's batches, whose rows are packed corpus documents."""
 
     def __init__(
         self,

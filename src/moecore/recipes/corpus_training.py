@@ -73,7 +73,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         return pad_bounds(batch) if self.args.cuda_graph else batch
 
     def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
-        """Run the micro-batches; return this rank's term of the mean loss over all labels."""
+        """Run the micro-batches; return this rank's part of the mean loss over `num_labels`."""
         if isinstance(batch, ScheduledBatch):
             self.owner.num_micro_batches = len(batch.cps)
             return batch.compute_local_loss(self.owner.forward_backward(batch.inputs(self.device)))
@@ -128,18 +128,18 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
                 print_on_rank_0(f"sample of step {step}: {text!r}")
 
     def get_data_metrics(self) -> Metrics:
-        """Return epochs of sources, and "bad_lines" (the number of skipped lines) if any."""
+        """Return "epoch/NAME" of each source, and if lines were skipped their count "bad_lines"."""
         epochs = self.batches.sampler.get_epochs()
         metrics = {f"epoch/{name}": float(epoch) for name, epoch in epochs.items()}
         return metrics | ({"bad_lines": float(self.bad_lines)} if self.bad_lines else {})
 
     def close(self) -> None:
-        """End the reader's processes and free communication buffers. Collective."""
+        """Free communication buffers and stop the data loader's processes. Collective."""
         self.batches.sampler.close()
         super().close()
 
     def finish(self) -> None:
-        """End the reader's processes; with --hf-config export a Hugging Face model. Collective."""
+        """With --hf-config export a Hugging Face model; stop the data loader. Collective."""
         self.batches.sampler.close()
         target = self.args.run_dir / EXPORT
         if not self.args.hf_config:
@@ -163,7 +163,7 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
 def make_decoder_inputs(
     num_labels: Tensor, tensors: Iterable[Tensor], seq_len: int
 ) -> list[dict[str, Any]]:
-    """Return each micro-batch's arguments of the decoder, from `StepBatch.list_tensors`."""
+    """Return each micro-batch's `Decoder` arguments; `tensors` are `StepBatch.list_tensors()`."""
     tensors = tuple(tensors)
     names = ["tokens_BT", "labels_BT"]
     of_all: dict[str, Any] = {"num_tokens": num_labels}

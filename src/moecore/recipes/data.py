@@ -84,7 +84,7 @@ class StepBatch:
         return tuple(tensor for tensor in tensors if tensor is not None)
 
     def count_labels_and_tokens(self) -> Tensor:
-        """Return int64 [4]: labels, tokens without padding, squared lengths, all tokens."""
+        """Return int64 [4]: labels, non-padding tokens, sum of document length^2, all tokens."""
         if self.padding_ABT is None or self.cu_seqlens_An is None:
             lengths = torch.full(
                 self.tokens_ABT.shape[:2], self.tokens_ABT.shape[2], dtype=torch.int64, device="cpu"
@@ -109,9 +109,9 @@ class Steps(Generic[StepT]):
 
 
 class PackedSteps(Steps[StepBatch]):
-    """A reader of packed documents, in their order if `seed` is None.
+    """A reader of this data rank's batches of packed documents; `seed` None = no shuffle.
 
-    If `packs` is False, a row has one document, and its padding belongs to that document.
+    If `packs` is False, each row has one document, whose bounds in cu_seqlens include the padding.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class PackedSteps(Steps[StepBatch]):
 
 
 def repeat_last_bound(cu_seqlens_n: Tensor, length: int) -> Tensor:
-    """Return `cu_seqlens_n` extended to `length` entries by its last one: empty documents."""
+    """Pad `cu_seqlens_n` with its last entry, which means empty documents, to `length` entries."""
     num_copies = length - cu_seqlens_n.shape[-1]
     return torch.cat(
         [cu_seqlens_n, cu_seqlens_n[..., -1:].expand(*cu_seqlens_n.shape[:-1], num_copies)], -1
@@ -170,7 +170,7 @@ def repeat_last_bound(cu_seqlens_n: Tensor, length: int) -> Tensor:
 
 
 class RandomSteps:
-    """Reads uniformly random tokens as batches, to measure speed; `sampler` is this object."""
+    """An endless reader of batches of uniformly random tokens, to measure speed."""
 
     def __init__(self, vocab_size: int, shape: BatchShape, *, seed: int, data_rank: int) -> None:
         self._vocab_size, self._shape = vocab_size, shape
@@ -194,7 +194,7 @@ class RandomSteps:
         return {"step": self._step, "seed": self._seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the steps of `state`; ValueError for another seed."""
+        """Continue after the number of steps in `state`; ValueError if the seeds differ."""
         if state.get("seed") != self._seed:
             raise ValueError(f"random tokens of seed {state.get('seed')}, not {self._seed}")
         self._step = state["step"]
@@ -214,7 +214,7 @@ def make_generator(seed_text: str) -> torch.Generator:
 
 
 class GraphedStep:
-    """A CUDA graph of `forward_backward`; it is captured again when input shapes change."""
+    """A CUDA graph of `forward_backward`, which is recaptured when input shapes change."""
 
     def __init__(self, forward_backward: Callable[..., Tensor], model: nn.Module) -> None:
         self._graph = GraphedForwardBackward(forward_backward, model)
@@ -231,7 +231,7 @@ class GraphedStep:
 
 
 def pad_bounds(batch: StepBatch) -> StepBatch:
-    """Pad a batch's document bounds to the largest number of all ranks. Collective, on the CPU."""
+    """Pad a batch's cu_seqlens to the longest length on any rank. Collective, on the CPU."""
     if batch.cu_seqlens_An is None:
         return batch
     num_borders = torch.tensor(batch.cu_seqlens_An.shape[1], dtype=torch.int64, device="cpu")

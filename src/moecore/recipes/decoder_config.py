@@ -52,7 +52,7 @@ class RotaryOptions(CheckedRecord):
 
 
 def replace_rotary(config: DecoderConfig, fields: Mapping[str, Any]) -> DecoderConfig:
-    """Return `config` with the rotary fields of `fields`, the fields of another decoder config."""
+    """Return `config` with rotary fields from `fields`, a dict of another decoder's fields."""
     changes: dict[str, Any] = {
         name: fields[name] for name in ("rope_theta", "max_seq_len") if name in fields
     }
@@ -66,7 +66,7 @@ def replace_rotary(config: DecoderConfig, fields: Mapping[str, Any]) -> DecoderC
 
 
 def add_rotary_fields(hf_fields: Mapping[str, Any], config: DecoderConfig) -> dict[str, Any]:
-    """Return a config.json's fields `hf_fields`, with the rotary embedding of `config`."""
+    """Return the config.json fields `hf_fields`, with the rotary embedding of `config`."""
     result = {**hf_fields, "max_position_embeddings": config.max_seq_len}
     rope = dict(result.pop("rope_parameters", None) or result.pop("rope_scaling", None) or {})
     result["rope_theta"] = rope["rope_theta"] = config.rope_theta
@@ -88,7 +88,7 @@ def get_fields(record: Any) -> dict[str, Any]:
 
 
 def read_decoder_config(path: Path) -> DecoderConfig:
-    """Return the decoder of --hf-config; ValueError if there is no config.json."""
+    """Return the decoder config of --hf-config; ValueError if there is no config.json."""
     path = find_config(path)
     if not path.exists():
         raise ValueError(
@@ -99,13 +99,13 @@ def read_decoder_config(path: Path) -> DecoderConfig:
 
 
 def export_config(hf_config: Path, rotary: RotaryOptions, config: DecoderConfig) -> dict[str, Any]:
-    """Return the config.json of an export: --hf-config, with [rotary] if it is set."""
+    """Return the config.json of an export: --hf-config's, with `rotary` if a field is set."""
     values = read_config(find_config(hf_config))
     return dict(values) if rotary == RotaryOptions() else add_rotary_fields(values, config)
 
 
 def choose_balance(moe: MoEConfig) -> dict[str, Any]:
-    """Return the default fields of [balance]: a global-batch loss, or the quantile bias update."""
+    """Return defaults of [balance]: a balance loss, or with `expert_bias` a bias update or {}."""
     if not moe.expert_bias:
         return {"micro_batch_coef": 0.0, "global_batch_coef": 0.05}
     if moe.score_function == "sigmoid" and moe.top_groups == moe.num_groups:

@@ -22,7 +22,7 @@ ENVIRONMENT = {  # variable -> the values that the option accepts; the first is 
 
 
 def use_deterministic_algorithms() -> None:
-    """Select deterministic algorithms; ValueError if the environment excludes them."""
+    """Enable torch's deterministic algorithms; ValueError if environment variables forbid them."""
     for name, values in ENVIRONMENT.items():
         value = os.environ.setdefault(name, values[0])
         if value not in values:

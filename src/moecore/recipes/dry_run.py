@@ -33,7 +33,7 @@ def make_planned_run(
     parallel: ParallelConfig,
     num_gpus: int,
 ) -> TrainingRun:
-    """Return the run in bf16 that `moecore.planning` plans for the options of a recipe."""
+    """Convert the options of a command to a bf16 run, the input of `moecore.planning`."""
     if isinstance(model, DecoderConfig):
         model = replace(model, max_seq_len=max(model.max_seq_len, args.seq_len))
     dispatch, domain = args.make_dispatch_options(), count_domain_ranks(args.gpu, num_gpus)
@@ -64,7 +64,7 @@ def make_planned_run(
 
 
 def print_plan(args: RunConfig, run: TrainingRun | None) -> int:
-    """Print options and plan; return 0 if the plan fits the memory, otherwise 1; None = no plan."""
+    """Print options and the plan of `run` (None = no plan); return 1 if memory is too small."""
     print(format_toml(args))
     if run is None:
         print("no plan: moecore.planning does not model reference models yet")
@@ -85,7 +85,7 @@ def print_plan(args: RunConfig, run: TrainingRun | None) -> int:
 
 
 def print_batch(batch: StepBatch, decode: Callable[[list[int]], str]) -> None:
-    """Print the shape and the first row of rank 0's first batch; `decode` converts ids to text."""
+    """Print a batch's shape and first row; `decode` converts token ids to text."""
     micro_batches, rows, tokens = batch.tokens_ABT.shape
     labels, real, _, total = batch.count_labels_and_tokens().tolist()
     print(

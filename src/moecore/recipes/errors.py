@@ -21,7 +21,7 @@ ARGUMENT_ERRORS = (ValueError, NotImplementedError, OSError)
 
 
 class DivergedError(RuntimeError):
-    """Raised on every rank if nan, inf or spikes do not end, or a replay gives other bits."""
+    """Raised on all ranks if nan, inf or spikes persist, or a replayed step is not bit-equal."""
 
 
 class RewardError(RuntimeError):
@@ -43,7 +43,7 @@ def print_error(error: Exception | str, exit_code: int = 2) -> int:
 
 
 def print_rank_error(error: Exception, rank: int) -> int:
-    """Print an error that all ranks raise, if possible only on rank 0; return exit status 2."""
+    """Print an error that all ranks raise, usually only on rank 0; return exit status 2."""
     if not isinstance(error, OSError):  # such as a missing file, which may be on one rank only
         sleep_unless_rank_0(rank)
     return print_error(error)
@@ -56,7 +56,7 @@ def sleep_unless_rank_0(rank: int) -> None:
 
 
 def print_run_error(error: Exception, args: Any, *, saves_memory: str = SAVES_MEMORY) -> int:
-    """Print why a run ended on this rank and a remedy; return 2 if memory ran out, otherwise 1."""
+    """Print an error that ends a run, and a remedy; return 2 for out of memory, otherwise 1."""
     rank, line = int(os.environ["RANK"]), str(error)
     restart = "start again" + (" from the last checkpoint" if args.checkpoint_every else "")
     if isinstance(error, OSError | DivergedError):  # of a failed save, or of spikes: on all ranks

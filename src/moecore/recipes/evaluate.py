@@ -25,7 +25,7 @@ class EvaluateConfig:
     Attributes:
         path: a run (its export or latest checkpoint), a checkpoint, or a Hugging Face
             directory.
-        data: sources, as of moecore pretrain.
+        data: sources, in the syntax of moecore pretrain.
         seq_len: maximum tokens of a document; longer documents are cut.
         max_documents: maximum documents of each source; None = all.
     """
@@ -52,7 +52,7 @@ def run_evaluate(args: EvaluateConfig) -> int:
 
 
 def iterate_documents(source: Any, seq_len: int, max_documents: int | None) -> Iterator[Tensor]:
-    """Yield int64 ids [1, T] of the first `max_documents` documents, at most `seq_len` each."""
+    """Yield int64 ids [1, T <= seq_len] of the first `max_documents` documents (None = all)."""
     for i, document in enumerate(track_progress(source.documents, "evaluating", unit="documents")):
         if i == max_documents:
             return
@@ -63,6 +63,6 @@ def iterate_documents(source: Any, seq_len: int, max_documents: int | None) -> I
 
 @torch.no_grad()
 def sum_losses(model: Any, ids_1T: Tensor) -> float:
-    """Return the sum of a document's losses in nats, of all tokens `ids_1T` but the first."""
+    """Return the summed cross-entropy, in nats, of all tokens of `ids_1T` except the first."""
     logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
     return float(torch.nn.functional.cross_entropy(logits_TV, ids_1T[0, 1:], reduction="sum"))

@@ -29,7 +29,7 @@ RowEncoder = Callable[[Row, Any, int, DatasetOptions, ColumnNames], Sequence[Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Examples:
-    """The training examples of data files, and numbers of rows and examples that were skipped."""
+    """Training examples of files, the number of rows, and counts of cut and skipped rows."""
 
     examples: list[Any]  # of at most seq_len tokens, each with an answer
     num_rows: int  # with rows that are left out
@@ -38,7 +38,7 @@ class Examples:
 
     @property
     def report(self) -> str:
-        """Text: numbers of rows and tokens, and a line for each of the first skipped rows."""
+        """The numbers of rows and tokens as text, and a line for each of the first skipped rows."""
         num_tokens = sum(count_tokens(example) for example in self.examples)
         lines = [f"{self.num_rows} rows, {num_tokens} tokens in {len(self.examples)} examples"]
         lines += [f"left out: {problem}" for problem in self.problems[:MAX_PLACES]]
@@ -114,7 +114,7 @@ IGNORED = -100  # label of a token that is not learned
 def make_packed_steps(
     examples: Sequence[Example], shape: BatchShape, *, seed: int | None, data_rank: int, packs: bool
 ) -> PackedSteps:
-    """Return this data rank's packed steps; `seed` None = the order of `examples`."""
+    """Return this data rank's reader of packed batches; arguments as of `PackedSteps`."""
     documents, lengths = _make_documents(examples)
     return PackedSteps(documents, lengths, shape, seed=seed, data_rank=data_rank, packs=packs)
 
@@ -122,7 +122,7 @@ def make_packed_steps(
 def make_scheduled_steps(
     examples: Sequence[Example], shape: BatchShape, *, seed: int | None, collator: ScheduledCollator
 ) -> Steps[ScheduledBatch]:
-    """Return this data rank's steps for --dynamic-cp; `seed` None = the order of `examples`."""
+    """Return this data rank's batch reader for --dynamic-cp; `seed` None = no shuffle."""
     documents, lengths = _make_documents(examples)
     sampler = PackedBatchSampler(
         lengths, shape.seq_len, rows=shape.rows, seed=seed or 0, shuffle=seed is not None
@@ -141,7 +141,7 @@ def _make_documents(examples: Sequence[Example]) -> tuple[list[dict[str, Tensor]
 
 
 def split_examples(examples: list[Any], *, share: float, seed: int) -> tuple[list[Any], list[Any]]:
-    """Split examples into training examples and a random `share`, at least one, for evaluation."""
+    """Return (training, evaluation) examples; a random `share`, at least one, is for evaluation."""
     order = torch.randperm(
         len(examples), generator=make_generator(f"{seed}/held out"), device="cpu"
     ).tolist()

@@ -17,7 +17,7 @@ SIZELESS_BYTES = 1 << 20  # read of a file that reports a size of 0, such as tho
 
 
 def read_text(path: Path, option: str, *, max_bytes: int | None = None) -> str:
-    """Return the UTF-8 text of a regular file; ValueErrors name the flag `option` and the path."""
+    """Return a regular file's UTF-8 text; ValueErrors name flag `option` and the path."""
     name = format_option(option, path)
     host_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = host_memory if max_bytes is None else max_bytes
@@ -82,7 +82,7 @@ UNUSED_FILES = ("original/*", "metal/*", "*.pth", "*.gguf", "*.onnx")  # weights
 
 
 def find_config(path: Path, option: str = "--hf-config") -> Path:
-    """Return an existing path, or for a name of the hub its config.json, which is downloaded."""
+    """Return `path`, or if it is a name of the hub, the downloaded config.json."""
     if path.exists() or not HUB_ID.fullmatch(str(path)):
         return path
     from transformers.utils import cached_file
@@ -97,7 +97,7 @@ def find_config(path: Path, option: str = "--hf-config") -> Path:
 
 
 def find_model_directory(path: Path, option: str = "--model") -> Path:
-    """Return an existing path, or a hub name's directory; a host's first process downloads it."""
+    """Return `path`, or if it is a name of the hub, the directory, downloaded once per host."""
     if path.exists() or not HUB_ID.fullmatch(str(path)):
         return path
     import huggingface_hub as hub
@@ -127,7 +127,7 @@ DIRECTORY_FILES = ("state.json", "dataset_dict.json")  # of save_to_disk
 
 
 def is_dataset(path: str) -> bool:
-    """Return whether a path is read by the package `datasets`."""
+    """Return whether the package `datasets` reads a path: hf:NAME, .parquet or a directory."""
     is_directory = any(os.path.lexists(Path(path) / file) for file in DIRECTORY_FILES)
     return path.startswith(HUB) or path.endswith(".parquet") or is_directory
 
@@ -137,8 +137,8 @@ def open_dataset(
 ) -> Any:
     """Return the rows of the data set at `path`: hf:NAME, a .parquet file or a directory.
 
-    `config` and `stream` (read without storing files) are for hf:NAME. `split` is not for .parquet.
-    ValueErrors name the flag `option`.
+    Only hf:NAME uses `config` and `stream`, which reads without storing files. A .parquet file
+    ignores `split`. ValueErrors name the flag `option`.
     """
     name = format_option(option, path)
     try:

@@ -79,17 +79,17 @@ class FinetuneConfig(ShardedConfig):
         data: .jsonl and .parquet files, directories of save_to_disk, hf:NAME, or plain text.
         objective: "sft" learns answers; "dpo" prefers chosen to rejected answers; "kto" learns
             which answers are desirable; "distill" learns answers and a teacher's probabilities.
-        eval_data: files of the evaluation.
-        eval_share: share of `data` that is evaluated and not trained, without `eval_data`.
-        epochs: times that all of `data` is read.
+        eval_data: files for evaluation.
+        eval_share: share of `data` for evaluation instead of training, if `eval_data` is not set.
+        epochs: passes over `data`.
         max_steps: optimizer steps of the run; None = the steps of `epochs`.
         recompute: recompute each decoder layer in backward.
-        lora: adapters in place of a change of all weights.
+        lora: train LoRA adapters and freeze the weights; None = train all weights.
         dataset: the format of the data.
         columns: the names of the columns of the data.
-        dpo: objective "dpo".
-        kto: objective "kto".
-        distill: objective "distill".
+        dpo: options of objective "dpo".
+        kto: options of objective "kto".
+        distill: options of objective "distill".
         sdc_check: checks for silent data corruption; None = no checks.
     """
 
@@ -140,7 +140,7 @@ def check_objective(args: FinetuneConfig) -> None:
 def make_step_reader(
     args: FinetuneConfig, meshes: Meshes, decoder: DecoderConfig | None, *, packs: bool
 ) -> Callable[..., Any]:
-    """Return a function of (examples, shape, seed) that returns this data rank's step batches."""
+    """Return a function of (examples, shape, seed) that returns this data rank's batch reader."""
     if (make_batch := JOBS[args.objective].make_batch) is not None:
         return partial(make_preference_steps, make_batch=make_batch, data_rank=meshes.data_rank)
     if args.sharding.dynamic_cp is None:
@@ -253,7 +253,7 @@ def build_model(
     *,
     is_reference: bool = False,
 ) -> Any:
-    """Shard a model on meta in place, load the weights of --model, and return it. Collective."""
+    """Shard `model`, the policy or a frozen reference, and load --model; return it. Collective."""
     longest = args.sharding.dynamic_cp
     needs_packing = longest is not None or args.cuda_graph
     if needs_packing and (other := find_packing_problem(model)) is not None:
@@ -270,7 +270,7 @@ def build_model(
 
 
 def check_options(args: FinetuneConfig, world_size: int) -> tuple[FinetuneConfig, Any]:
-    """Check options for `world_size` ranks; return them with a local `model`, and its config."""
+    """Check options for `world_size` ranks; return (options with local paths, HF config)."""
     args = replace(args, model=find_model_directory(args.model))
     config = read_config(args.model)
     parallel = args.make_parallel_config(world_size, num_experts=count_experts(config))
@@ -297,7 +297,7 @@ def check_options(args: FinetuneConfig, world_size: int) -> tuple[FinetuneConfig
 
 
 def check_teacher(args: FinetuneConfig, distill: Distillation, config: Any) -> Distillation:
-    """Return the options with a local `teacher`; ValueError unless it has the model's tokens."""
+    """Return `distill` with the teacher's local path; ValueError if vocabularies differ."""
     option = "--distill-teacher"
     path = find_model_directory(distill.teacher, option)
     sizes = [x.get_text_config().vocab_size for x in (config, read_config(path, option))]
@@ -339,7 +339,7 @@ def dry_run(args: FinetuneConfig) -> int:
 
 
 def make_planned_model(args: FinetuneConfig, config: HFConfig) -> TransformersModel:
-    """Return the model that `moecore.planning` plans for these options and a config.json."""
+    """Return the input of `moecore.planning` for these options and a config.json."""
     model = TransformersModel.of(config)
     return replace(model, recompute=args.recompute, lora=args.lora)
 

@@ -86,7 +86,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         return self.batches.next_batch()
 
     def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
-        """Run the micro-batches; return this rank's term of the mean loss over all labels."""
+        """Run the micro-batches; return this rank's part of the mean loss over all labels."""
         if isinstance(batch, ScheduledBatch):
             self.owner.num_micro_batches = len(batch.cps)
             inputs = batch.inputs(self.device, transformers=True)
@@ -101,7 +101,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
     def run_micro_batches(
         self, num_labels: Tensor, micro_batches: Iterable[Sequence[Tensor]]
     ) -> Tensor:
-        """Run micro-batches of tensors; return the sum of their losses, divided by `num_labels`."""
+        """Run forward and backward; return the micro-batches' summed loss / `num_labels`."""
         return self.owner.forward_backward(self.make_inputs(num_labels, micro_batches)).sum()
 
     def make_inputs(
@@ -112,7 +112,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
-        """Return "eval_loss", nats per answer token of held-out examples; {} = none. Collective."""
+        """Return "eval_loss" in nats per answer token; {} without evaluation data. Collective."""
         if not self.held_out:
             return {}
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -138,7 +138,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         return self.owner.compute_losses(inputs).sum()
 
     def compute_metrics(self, token_counts: list[int], seconds: float) -> Metrics:
-        """Return "answer_tokens", "padding_share" and, if FLOPs and peak are known, "mfu"."""
+        """Return "answer_tokens", "padding_share", and "mfu" if FLOPs and GPU peak are known."""
         shares = compute_padding_and_mfu(token_counts, seconds, self.decoder, self.peak_tflops)
         return {"answer_tokens": token_counts[0], **shares}
 
@@ -179,7 +179,7 @@ class PreferenceTuning(FineTuning):
         self._metrics: Metrics = {}
 
     def forward_backward(self, num_labels: Tensor, batch: Any) -> Tensor:
-        """Run forward and backward; return the mean loss of examples, divided by the data ranks."""
+        """Run forward and backward; return (mean loss over all ranks) / (number of data ranks)."""
         rollouts = self.prepare_rollouts(batch)
         result = self.engine.forward_backward(rollouts, self.objective)
         self._metrics = self.average_preference_metrics(result.scores.log_probs_N, rollouts)
@@ -199,11 +199,11 @@ class PreferenceTuning(FineTuning):
         return {f"rewards/{name}": total / num_pairs for name, total in pairs}
 
     def prepare_rollouts(self, batch: Any) -> Rollouts:
-        """Return the sequences of a batch with log-probabilities of `reference`. Collective."""
+        """Return the sequences of a batch, with the reference model's log-probs. Collective."""
         return self.add_reference_log_probs(batch.rollouts)
 
     def add_reference_log_probs(self, rollouts: Rollouts) -> Rollouts:
-        """Return sequences with log-probabilities of `reference`; values are on the device."""
+        """Return `rollouts` on the device, with the reference model's log-probs. Collective."""
         scores, advantages_N = self.engine.reference_log_probs(rollouts), rollouts.advantages_N
         return rollouts.replace(
             ref_log_probs_N=scores.log_probs_N,
@@ -212,7 +212,7 @@ class PreferenceTuning(FineTuning):
         )
 
     def get_data_metrics(self) -> Metrics:
-        """Return the rewards of the last step's examples."""
+        """Return the last step's means from `average_preference_metrics`."""
         return self._metrics
 
     def sum_losses(self, batch: Any) -> Tensor:
@@ -238,7 +238,7 @@ class UnpairedTuning(PreferenceTuning):
     make_batch = staticmethod(make_unpaired_batch)
 
     def prepare_rollouts(self, batch: Any) -> Rollouts:
-        """Set the KL term of `objective` from mismatched completions; return the sequences."""
+        """Set `objective.kl` from prompts with mismatched completions; return the sequences."""
         rollouts = self.add_reference_log_probs(batch.mismatched)
         log_probs_N = self.engine.log_probs(rollouts).log_probs_N
         log_ratios_n = self.objective.compute_log_ratios(log_probs_N, rollouts)
@@ -284,7 +284,7 @@ class DistillationTuning(FineTuning):
     def make_inputs(
         self, num_labels: Tensor, micro_batches: Iterable[Sequence[Tensor]]
     ) -> list[dict[str, Any]]:
-        """Run forwards of the teacher; return the student's forward arguments. Collective."""
+        """Run the teacher's forward; return the student's forward arguments. Collective."""
         inputs, options = super().make_inputs(num_labels, micro_batches), self.objective
         for arguments in inputs:
             del arguments["shift_labels"], arguments["num_tokens"]

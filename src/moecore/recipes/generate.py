@@ -44,8 +44,8 @@ class GenerateConfig:
     Attributes:
         path: a run (its export or latest checkpoint), a checkpoint, or a Hugging Face
             directory.
-        prompt: the text to continue, or the user's message with `chat`.
-        chat: put the prompt into the tokenizer's chat template.
+        prompt: the text to continue, or if `chat` is set, the user's message.
+        chat: format the prompt with the tokenizer's chat template.
         max_new_tokens: maximum number of tokens.
         temperature: the sampling temperature; 0 = always the most likely token.
         seed: the seed of sampling.
@@ -96,7 +96,7 @@ def load_model(path: Path) -> tuple[Any, Tokenizer]:
 
 
 def find_or_convert_directory(path: Path, target: Path) -> Path:
-    """Return the Hugging Face directory of a path, or convert the path's checkpoint to `target`."""
+    """Return a run's export or an HF directory; convert any other checkpoint to HF in `target`."""
     for directory in (path, path / EXPORT):
         if (directory / "config.json").is_file():
             return directory

@@ -29,7 +29,7 @@ STEPS, LOST_STEPS, START, DOWN = "steps", "lost steps", "start", "down"
 
 
 class WallTime:
-    """The seconds of a run by category, since `began` (seconds since the epoch), in a file."""
+    """A file of a run's wall time: seconds by category since `began`, a Unix time in seconds."""
 
     def __init__(self, path: Path, *, lost_seconds: float = 0.0) -> None:
         """Continue the file at `path`, if any; move `lost_seconds` from "steps" to "lost steps"."""
@@ -62,7 +62,7 @@ class WallTime:
             self.add(category, time.perf_counter() - begin)
 
     def compute_goodput(self) -> float:
-        """Return the share of the wall time since `began` that is in steps, at most 1."""
+        """Return the fraction of the wall time since `began` that steps have used, at most 1."""
         total = max(time.time() - self.began, 1e-9)
         return min(1.0, self.seconds.get(STEPS, 0.0) / total)
 
@@ -87,7 +87,7 @@ class WallTime:
 
 @cache
 def find_process_start() -> float:
-    """Return the start time of this process in seconds since the epoch; without /proc, now."""
+    """Return this process's start as Unix time in seconds; without /proc, the current time."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -70,9 +70,9 @@ class GRPOConfig(RunConfig):
         data: rows with a prompt: .jsonl, .parquet, a directory of save_to_disk, or hf:NAME.
         batch_size: prompts per data rank and step.
         seq_len: tokens of a row of packed rollouts.
-        sampling: completions and their rewards.
-        grpo: the loss.
-        lora: adapters in place of a change of all weights.
+        sampling: how completions are sampled and rewarded.
+        grpo: options of the loss.
+        lora: train LoRA adapters and freeze the weights; None = train all weights.
         dataset: the format of the data.
         columns: the names of the columns of the data.
     """
@@ -185,7 +185,7 @@ def build_job(args: GRPOConfig) -> Reinforcement:
 
 
 def check_options(args: GRPOConfig, world_size: int) -> tuple[GRPOConfig, Any]:
-    """Check options for `world_size` ranks; return them with a local `model`, and its config."""
+    """Check options for `world_size` ranks; return (options with a local path, HF config)."""
     args = replace(args, model=find_model_directory(args.model))
     config = read_config(args.model)
     args.make_parallel_config(world_size, num_experts=count_experts(config))
@@ -202,7 +202,7 @@ def run_rank(args: GRPOConfig) -> int:
 
 
 def dry_run(args: GRPOConfig) -> int:
-    """Print options, the plan of training, and first prompts; return 0 if it fits, otherwise 1."""
+    """Print options, plan and a prompt; return 0 if the plan fits the GPU, otherwise 1."""
     world_size = args.gpus or count_ranks(args)
     args, config = check_options(args, world_size)
     training_run = None

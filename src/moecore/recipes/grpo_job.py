@@ -142,7 +142,7 @@ def read_prompts(
 def make_prompt_steps(
     prompts: Sequence[Prompt], *, rows: int, data_rank: int, data_ranks: int, seed: int
 ) -> Steps[list[Prompt]]:
-    """Return a reader of at most `rows` prompts of this rank per step, each once per epoch."""
+    """Return this rank's reader of up to `rows` prompts per step; an epoch has each prompt once."""
     sampler = PackedBatchSampler(
         [1] * len(prompts), 1, rows=rows, data_rank=data_rank, data_ranks=data_ranks, seed=seed
     )
@@ -154,9 +154,8 @@ class SamplingOptions(CheckedRecord):
     """Completions of prompts, and their rewards.
 
     Attributes:
-        reward: MODULE:FUNCTION of (prompts, completions, **columns) -> list of numbers, as
-            TRL's.
-        group: completions of a prompt.
+        reward: MODULE:FUNCTION of (prompts, completions, **columns) -> numbers, as in TRL.
+        group: completions per prompt.
         max_new_tokens: maximum tokens of a completion.
         temperature: divisor of the logits.
     """
@@ -169,7 +168,7 @@ class SamplingOptions(CheckedRecord):
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """A rank's sampled completions of one step: rollouts with advantages, and rewards, fp32 [n]."""
+    """One rank's completions of a step: `Rollouts` with advantages, and rewards, fp32 [n]."""
 
     rollouts: Rollouts
     rewards_n: Tensor
@@ -183,7 +182,7 @@ class Samples:
 
 @dataclass(kw_only=True)
 class Reinforcement(TrainingJob[Samples]):
-    """The job of `moecore grpo`: a policy on prompts, and its sampler, a full copy of the model."""
+    """The job of `moecore grpo`; `sampler` is an unsharded copy of the policy that generates."""
 
     batches: Steps[list[Prompt]]
     sampler: Any
@@ -241,7 +240,7 @@ class Reinforcement(TrainingJob[Samples]):
         self.batches.next_batch()
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[list[int]]) -> Tensor:
-        """Return each response's reward, fp32 [n]; store the mean over all ranks. Collective."""
+        """Return rewards, fp32 [n]; store mean and standard deviation of all ranks. Collective."""
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         completions = [
             text if isinstance(prompt.content, str) else [{"role": "assistant", "content": text}]
@@ -281,7 +280,7 @@ class Reinforcement(TrainingJob[Samples]):
         return [cut_after_end(response, self._ends) for response in output_nT[:, T:].tolist()]
 
     def forward_backward(self, num_labels: Tensor, batch: Samples) -> Tensor:
-        """Run forward and backward; return the mean loss over all ranks, divided by data ranks."""
+        """Run forward and backward; return (mean loss over all ranks) / (number of data ranks)."""
         rollouts = batch.rollouts
         if self.objective.kl_coef:
             scores = self.engine.reference_log_probs(rollouts)

@@ -49,9 +49,9 @@ Record = Mapping[str, Any]
 
 
 class HangWatch:
-    """Watches the phases of this rank's steps, and ends all ranks if a phase does not end.
+    """A watchdog that ends all ranks if a phase of a step runs longer than `timeout` seconds.
 
-    `timeout` is in seconds; None = nine tenths of the process group's timeout.
+    `timeout` None = nine tenths of the process group's timeout.
     """
 
     def __init__(self, timeout: float | None) -> None:
@@ -61,7 +61,7 @@ class HangWatch:
         self._main, self._is_over = threading.get_ident(), threading.Event()
 
     def enter(self, step: int, phase: str) -> None:
-        """Note that this rank begins a phase of a step; "" = no phase, and no timeout."""
+        """Record that this rank begins a phase of a step; "" = no phase, without a timeout."""
         self._step, self._phase, self._since = step, phase, time.monotonic()
 
     @contextmanager
@@ -126,7 +126,7 @@ def read_top_frame(thread: int) -> str:
 
 
 def read_flight_recorder() -> list[dict[str, Any]]:
-    """Return the entries of torch's flight recorder, oldest first; [] = it is off or has none."""
+    """Return the entries of torch's flight recorder, oldest first; [] if disabled or empty."""
     entries: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, suppress(OSError, ValueError, RuntimeError):
         os.environ[SOCKET] = os.path.join(folder, "socket")
@@ -146,9 +146,9 @@ def read_flight_recorder() -> list[dict[str, Any]]:
 
 
 def summarize_collectives(entries: Sequence[Record]) -> dict[str, Any]:
-    """Return "last", {group: number of its last collective}, and "waits", the first open one.
+    """Return "last", {process group: sequence number of its last collective}, and "waits".
 
-    "waits" is [group, number, operation], or None if all collectives are complete.
+    "waits" is the first incomplete collective as [group, sequence number, operation], or None.
     """
     last: dict[str, int] = {}
     waits = None
@@ -192,7 +192,7 @@ def _list_late_ranks(record: Record, records: Sequence[Record]) -> list[int]:
 
 
 def format_report(records: Sequence[Record], num_ranks: int, timeout: float) -> str:
-    """Return the report: missing ranks in the first line, then a line per set of equal records."""
+    """Return the report: missing ranks, then a line per group of ranks with equal records."""
     missing = find_missing_ranks(records, num_ranks)
     cause = f"other ranks wait for {_format_ranks(missing)}" if missing else "all ranks wait"
     lines = [

@@ -58,8 +58,8 @@ def make_causal_lm_inputs(
     """Return the forward arguments of a causal language model for one micro-batch.
 
     The loss is the sum of the cross-entropy over labels (the next token, or -100), divided by
-    `num_tokens`. Padding (True) is not routed; causal attention needs no mask. `cu_seqlens` None =
-    each row is one document.
+    `num_tokens`. Positions where `padding_BT` is True are not routed. `cu_seqlens` None = each row
+    is one document.
     """
     inputs: dict[str, Any] = {"input_ids": tokens_BT, "labels": labels_BT}
     inputs |= {"shift_labels": labels_BT, "padding_mask": padding_BT, "num_tokens": num_tokens}
@@ -92,7 +92,7 @@ def read_config(path: Path, option: str = "--model") -> Any:
 
 
 def load_weights(args: Any, model: nn.Module, device: str, *, cast: bool) -> None:
-    """Allocate a sharded model, load --model (if `cast`, of any dtype), init LoRA. Collective."""
+    """Allocate a sharded meta model, load --model (may round if `cast`), init LoRA. Collective."""
     materialize(model, device=device)
     with name_option_in_errors("--model"), show_progress("loading weights", unit="B") as report:
         load_hf(args.model, model, cast=cast, progress=report)
@@ -123,7 +123,7 @@ def can_pack_documents(hf: nn.Module) -> bool:
 
 
 def find_decoder_config(path: Path) -> DecoderConfig | None:
-    """Return the decoder config of a directory, to count FLOPs; None = family not supported."""
+    """Return a model directory's decoder config, to count FLOPs; None = unsupported family."""
     try:
         return decoder_config_from_hf(path)
     except (ValueError, NotImplementedError):  # a family, or a field of one, without
@@ -155,12 +155,12 @@ def load_tokenizer(name: str | Path, option: str) -> Any:
 
 
 def has_tokenizer(path: Path) -> bool:
-    """Return whether a directory has a file of a tokenizer."""
+    """Return whether a directory contains a tokenizer file."""
     return any(file.is_file() for name in TOKENIZER_FILES for file in path.glob(name))
 
 
 def read_tokenizer(path: Path) -> Any:
-    """Return the tokenizer of --model; ValueError if it has no character offsets."""
+    """Return the tokenizer of --model; ValueError if it cannot return character offsets."""
     tokenizer = load_tokenizer(path, "--model")
     if not tokenizer.is_fast:
         raise ValueError(
@@ -171,7 +171,7 @@ def read_tokenizer(path: Path) -> Any:
 
 
 def export_run(job: TrainingJob[Any]) -> None:
-    """Export the model to RUN_DIR/export, unless an earlier start has done this. Collective."""
+    """Export the model to RUN_DIR/export, unless an earlier start did. Collective."""
     args, hf, target = job.args, job.model, job.args.run_dir / EXPORT
     if job.start < args.steps or not target.exists():
         if args.lora is not None:
@@ -199,9 +199,9 @@ def export_run(job: TrainingJob[Any]) -> None:
 def write_export(
     target: Path, write: Callable[[Path, Report], object], complete: Callable[[Path], None]
 ) -> None:
-    """Write a directory `target`: call `write` on all ranks, then `complete` on rank 0. Collective.
+    """Write a draft directory, which then replaces `target`. Collective.
 
-    Both functions write to a temporary directory, which then replaces `target`.
+    All ranks call `write(draft, report)`, then rank 0 calls `complete(draft)`.
     """
     draft = target.with_name(f".{target.name}.draft")
     run_on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))

@@ -39,7 +39,7 @@ BatchT = TypeVar("BatchT", bound=StepData)
 
 @dataclass(kw_only=True)
 class TrainingJob(ABC, Generic[BatchT]):
-    """One rank's part of a run, which loads the last checkpoint if there is one."""
+    """One rank's part of a run; the constructor loads the last checkpoint, if any."""
 
     args: Any  # of a subclass of `RunConfig`
     meshes: Meshes
@@ -100,7 +100,7 @@ class TrainingJob(ABC, Generic[BatchT]):
         self.next_batch(step)
 
     def check_replays(self, step: int, num_labels: Tensor, batch: BatchT) -> Metrics:
-        """Replay a micro-batch if [sdc_check] says so; DivergedError for unequal bits."""
+        """Replay a micro-batch if [sdc_check] is due; DivergedError for results that differ."""
         run = partial(self.forward_backward, num_labels)
         return {} if self.sdc is None else self.sdc.check(step, batch, run)
 
@@ -109,11 +109,11 @@ class TrainingJob(ABC, Generic[BatchT]):
         """Run forward and backward of a step; return this rank's part of the mean loss.
 
         The mean is the sum of all ranks' parts, divided by the number of ranks with the same batch.
-        `num_labels` is the first of the step's counts over all data ranks, at least 1.
+        `num_labels` is the number of labels in the loss over all data ranks, at least 1.
         """
 
     def evaluate(self) -> Metrics:
-        """Return metrics of evaluation data, such as "eval_loss". Waits for the device."""
+        """Return metrics of the evaluation data, such as "eval_loss". Synchronizes the device."""
         return {}
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class TrainingJob(ABC, Generic[BatchT]):
         self.owner.close()
 
     def sample(self, step: int) -> None:
-        """Write samples of the model if they are due. Waits for the device."""
+        """Generate texts with the model and write them, if due. Synchronizes the device."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -132,5 +132,5 @@ class TrainingJob(ABC, Generic[BatchT]):
         return {}
 
     def compute_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return more metrics of a step of `seconds`; `counts` are sums over all data ranks."""
+        """Return more metrics of a step of `seconds`; `counts` are summed over data ranks."""
         return {}

@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 
 
 def exit_at_interrupt() -> None:
-    """Make SIGINT end this process, unless it is ignored, as for a shell's background jobs."""
+    """Make SIGINT end this process, unless SIGINT has a handler or is ignored."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 
 class StopRequest:
-    """The first SIGINT or SIGTERM that a process received, as `number` (0 = none)."""
+    """A record of the first SIGINT or SIGTERM in this process: its `number`, or 0."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -36,7 +36,7 @@ class StopRequest:
 
 @contextmanager
 def record_stop_signals() -> Iterator[StopRequest]:
-    """Return a context whose `StopRequest` stores SIGINT and SIGTERM, in the main thread only."""
+    """Return a context whose `StopRequest` records SIGINT and SIGTERM, if in the main thread."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
@@ -78,9 +78,9 @@ class Terminated(BaseException):
 def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
     """Run `run_rank(args)` in `world_size` processes in torchrun's environment; wait for them.
 
-    No rank outlives this process. SIGTERM and Ctrl-C are sent to the ranks first. Ranks that train
-    then save a checkpoint; at a second signal they end without it. `run_rank` is a function at the
-    top of a module, which returns an exit code. `args` must pickle.
+    No rank outlives this process. SIGTERM and Ctrl-C are forwarded to the ranks. After one signal,
+    ranks in training save a checkpoint; after a second signal, ranks end at once. `run_rank` is a
+    module-level function that returns an exit code. `args` must pickle.
 
     Returns:
         0, the first exit code of a rank that is not 0, or 128 + the signal.
@@ -179,7 +179,7 @@ def _end_with_launcher() -> None:
 
 
 def check_environment() -> None:
-    """Raise ValueError unless the environment has a rank's variables, as torchrun sets them."""
+    """Raise ValueError unless the environment has the variables that torchrun sets for a rank."""
     for name, default in (("RANK", ""), ("WORLD_SIZE", ""), ("LOCAL_RANK", "0")):
         value = os.environ.get(name, default)
         if not value.isdecimal():
@@ -193,7 +193,7 @@ def check_environment() -> None:
 
 
 def exit_rank(code: int) -> NoReturn:
-    """Exit this rank with status `code`, without destructors, which may abort in gloo's threads."""
+    """Exit this process with status `code`; skip destructors, which may abort in gloo's threads."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

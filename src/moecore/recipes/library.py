@@ -54,7 +54,7 @@ class ShowConfig:
     """Print one recipe.
 
     Attributes:
-        name: as moecore recipes list prints it.
+        name: a recipe, see moecore recipes list.
     """
 
     name: Annotated[str, POSITIONAL]

@@ -81,10 +81,10 @@ def run_command(
     check: Callable[[ConfigT, int], object],
     dry_run: Callable[[ConfigT], int],
 ) -> int:
-    """Start the ranks of a command, or run one rank under torchrun; return the exit status.
+    """Start the ranks of a command, or under torchrun run this rank; return the exit status.
 
-    `run_rank` is a function at the top of a module, which calls `run`. `check` raises ValueError
-    for options that a number of ranks cannot run.
+    `run_rank` is a module-level function that calls `run`. `check(args, world_size)` raises
+    ValueError for options that cannot run on `world_size` ranks.
     """
     is_rank = "RANK" in os.environ
     try:
@@ -119,7 +119,7 @@ def run(
     build_job: Callable[[ConfigT], TrainingJob[Any]],
     plan: Callable[[ConfigT], list[ConfigT]] = lambda args: [args],
 ) -> int:
-    """Train all stages of a run (`plan` returns their options) on this rank; return its status."""
+    """Train a run's stages, whose options `plan` returns; return this rank's exit status."""
     try:
         check_environment()
     except ARGUMENT_ERRORS as error:
@@ -153,7 +153,7 @@ def run(
 def run_stage(
     args: ConfigT, build_job: Callable[[ConfigT], TrainingJob[Any]], *, is_last: bool
 ) -> int:
-    """Build the job of one stage and train it; return the exit status, or `ROLLED_BACK`."""
+    """Build and train one stage; return the exit status, or `ROLLED_BACK` after loss spikes."""
     code = 0
     try:
         job = build_job(args)
@@ -201,9 +201,8 @@ def run_stage(
 def train(job: TrainingJob[Any]) -> int:
     """Train to the last step; return 0, or 128 + the signal if a signal ended the training.
 
-    A signal ends the training after a step, with a checkpoint unless `checkpoint_every` is 0. The
-    result is `ROLLED_BACK` if spikes have ended the training. No checkpoint is saved while spikes
-    last.
+    A signal ends the training after a step, with a checkpoint unless `checkpoint_every` is 0. If
+    spikes end the training, the result is `ROLLED_BACK`. During spikes no checkpoint is saved.
     """
     args, queue, has_checkpoint = job.args, deque[LaunchedStep](), job.start > 0
     with (
@@ -271,7 +270,7 @@ def train(job: TrainingJob[Any]) -> int:
 
 
 def save_checkpoint(job: TrainingJob[Any], saver: Saver, step: int) -> None:
-    """Save a checkpoint of a step, with the position in the data, in the background."""
+    """Save a checkpoint with the data loader's position, in the background."""
     job.owner.check()  # no checkpoint of a step whose tokens got lost
     extra = {"step": step, **job.facts, **job.owner.state_dict()}
     extra |= {"stage": job.stage.name} if job.stage.name else {}
@@ -280,7 +279,7 @@ def save_checkpoint(job: TrainingJob[Any], saver: Saver, step: int) -> None:
 
 
 def open_report(job: TrainingJob[Any]) -> AbstractContextManager[RunReport | None]:
-    """Return a context with rank 0's report, None on other ranks; all ranks raise its errors."""
+    """Return a context: rank 0's report; None on other ranks. All ranks raise rank 0's errors."""
     reports: list[RunReport] = []
     run_on_first_rank(lambda: reports.append(RunReport(job.args, start=job.start, unit=job.unit)))
     return reports[0] if reports else nullcontext()
@@ -292,7 +291,7 @@ def measure_wall_time(report: RunReport | None, category: str) -> AbstractContex
 
 
 def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> LaunchedStep:
-    """Launch one optimizer step without waiting for a GPU; flag `stops` is sent to all ranks."""
+    """Launch one optimizer step without a GPU sync; `stops` asks all ranks to stop after it."""
     args, began = job.args, Moment(job.device)
     lr = args.optimizer.lr * job.stage.compute_rate_factor(args.schedule, step)
     for group in (group for optimizer in job.optimizers for group in optimizer.param_groups):
@@ -348,7 +347,7 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
 def report_steps(
     job: TrainingJob[Any], queue: deque[LaunchedStep], report: RunReport | None, *, pending: int = 0
 ) -> None:
-    """Remove all but the newest `pending` steps of `queue`; rank 0 writes them to `report`."""
+    """Pop the oldest steps until `queue` has `pending`; rank 0 writes their metrics to `report`."""
     while len(queue) > pending:
         launched = queue.popleft()
         step = launched.step
@@ -377,7 +376,7 @@ def report_steps(
 
 
 def describe_ranks(job: TrainingJob[Any], *notes: str) -> str:
-    """Return text: the number and device of the ranks, the degrees above 1, then `notes`."""
+    """Return text: number of ranks, device, parallel degrees above 1, and `notes`."""
     p = job.meshes.parallel
     degrees = " ".join(f"{d}={getattr(p, d)}" for d in DEGREES if getattr(p, d) > 1)
     details = ", ".join([degrees or "no sharding", *notes])
@@ -385,7 +384,7 @@ def describe_ranks(job: TrainingJob[Any], *notes: str) -> str:
 
 
 def describe_start(job: TrainingJob[Any], new_run_text: str) -> str:
-    """Return the step from which a run continues as text, or `new_run_text` for a new run."""
+    """Return text that names the step from which a run continues; `new_run_text` if new."""
     return f"from step {job.start}" if job.start else new_run_text
 
 

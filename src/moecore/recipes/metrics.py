@@ -31,7 +31,7 @@ Metrics = dict[str, float]
 
 
 class Moment:
-    """A point in time of this rank's work: an event in the GPU's stream, or a host time."""
+    """A timestamp: an event in the current CUDA stream or, without a GPU, the host's time."""
 
     def __init__(self, device: torch.device) -> None:
         self.time = time.perf_counter()
@@ -46,7 +46,7 @@ class Moment:
             self.event.synchronize()
 
     def seconds_until(self, end: Moment) -> float:
-        """Return the seconds from this moment to `end`; a GPU must have reached both moments."""
+        """Return the seconds from this moment to `end`; the GPU must have completed both."""
         if self.event is None or end.event is None:
             return end.time - self.time
         milliseconds: float = self.event.elapsed_time(end.event)
@@ -55,7 +55,7 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchedStep:
-    """An optimizer step whose kernels a GPU may still execute; its tensors are on the device."""
+    """A launched optimizer step, which may still run on the GPU; its tensors are on the device."""
 
     step: int
     began: Moment  # the host requests the data
@@ -72,7 +72,7 @@ class LaunchedStep:
     extra: Metrics = field(default_factory=dict)  # such as those of an evaluation after the step
 
     def read_metrics(self) -> Metrics:
-        """Wait for this step, not for later steps; return its metrics, identical on all ranks."""
+        """Wait until the GPU completes this step; return metrics, identical on all ranks."""
         self.ended.wait_for_gpu()
         with nullcontext() if self.reader is None else torch.cuda.stream(self.reader):
             values = {"loss": self.loss.item(), **self.result.to_dict()}
@@ -85,14 +85,14 @@ class LaunchedStep:
         return values | self.extra
 
     def read_counts_and_times(self) -> tuple[list[int], list[list[float]]]:
-        """Wait for this step; return its counts, and seconds by rank and phase, [] = unknown."""
+        """Wait for this step; return counts, and seconds[rank][phase] ([] if not measured)."""
         self.ended.wait_for_gpu()
         with nullcontext() if self.reader is None else torch.cuda.stream(self.reader):
             return self.counts.tolist(), [] if self.times_RP is None else self.times_RP.tolist()
 
 
 def get_expert_loads(metrics: Metrics, layer: str) -> list[float]:
-    """Return each expert's load divided by the layer's mean load; [] = no metrics of the layer."""
+    """Return each expert's load / the layer's mean load; [] if `metrics` lacks the layer."""
     names = (f"expert_load/{layer}/{e}" for e in itertools.count())
     return [metrics[name] for name in itertools.takewhile(metrics.__contains__, names)]
 
@@ -104,13 +104,13 @@ def list_moe_layers(metrics: Mapping[str, object]) -> list[str]:
 
 
 def drop_expert_loads(metrics: Metrics) -> Metrics:
-    """Return metrics without the load of each expert; other metrics of layers remain."""
+    """Return metrics without per-expert loads."""
     layers = {f"expert_load/{layer}" for layer in list_moe_layers(metrics)}
     return {name: value for name, value in metrics.items() if name.rpartition("/")[0] not in layers}
 
 
 def compute_rank_imbalance(loads_E: list[float], ep: int) -> float:
-    """Return the largest load of `ep` ranks, with E / ep experts each, divided by the mean."""
+    """Return the max over the mean of the `ep` ranks' loads; a rank has E / ep experts."""
     num_local = len(loads_E) // ep
     ranks = [sum(loads_E[first : first + num_local]) for first in range(0, len(loads_E), num_local)]
     return max(ranks) / max(sum(ranks) / ep, 1e-9)
@@ -130,7 +130,7 @@ def measure_peak_memory(device: torch.device) -> Metrics:
 def compute_padding_and_mfu(
     counts: list[int], seconds: float, config: DecoderConfig | None, peak_tflops: float | None
 ) -> Metrics:
-    """Return "padding_share" and, if the model's FLOPs and the peak TFLOP/s are known, "mfu"."""
+    """Return "padding_share" and, unless `config` or `peak_tflops` is None, "mfu"."""
     _, tokens, pairs, size = counts
     metrics = {"padding_share": 1 - tokens / size}
     if config is not None and peak_tflops:
@@ -140,13 +140,13 @@ def compute_padding_and_mfu(
 
 
 def compute_flops(config: DecoderConfig, num_tokens: int, num_pairs: int) -> float:
-    """Return the FLOPs of forward and backward; `num_pairs` = sum of squared document lengths."""
+    """Return forward and backward FLOPs; `num_pairs` is the sum of squared document lengths."""
     linear = flops_per_token(config, 0)
     return num_tokens * linear + num_pairs * (flops_per_token(config, 1) - linear)
 
 
 def find_peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return a GPU's dense bf16 TFLOP/s; None = another dtype or an unknown device."""
+    """Return a GPU's peak dense bf16 TFLOP/s; None if `dtype` is not bf16 or the GPU unknown."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     flops = find_bf16_flops(torch.cuda.get_device_name(device))
@@ -186,7 +186,7 @@ class Logger(NamedTuple):
 
 
 def open_loggers(config: Any, tensorboard: ModuleType | None, *, start: int) -> list[Logger]:
-    """Return the loggers of a run after `start` steps; `tensorboard` None = without it."""
+    """Return a run's loggers; the first step is `start` + 1. `tensorboard` None = disabled."""
     options: LoggerOptions = config.logging
     loggers: list[Logger] = []
     if tensorboard is not None:

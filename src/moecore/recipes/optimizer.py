@@ -57,10 +57,10 @@ class OptimizerConfig(CheckedRecord):
     Attributes:
         optimizer: "adamw", or "muon" for matrices, with AdamW for all other parameters.
         lr: the peak of the learning rate.
-        router_lr_factor: learning rate of routers over `lr`, a ratio, if no `param_groups` fit.
+        router_lr_factor: learning rate of routers over `lr`, if no `param_groups` pattern matches.
         beta1: AdamW's decay of the first moment.
         beta2: AdamW's decay of the second moment.
-        eps: AdamW's addend of the denominator.
+        eps: AdamW's eps, added to the denominator.
         weight_decay: decoupled weight decay.
         decay_all: whether norms, biases and embeddings decay too.
         param_groups: rules by name, the first match counts: "PATTERN,lr_factor=0.1,weight_decay=0".
@@ -68,9 +68,9 @@ class OptimizerConfig(CheckedRecord):
         momentum: Muon's decay of the momentum.
         muon_beta2: NorMuon's decay of the second moment per output; None = plain Muon.
         moment_dtype: the dtype of AdamW's moments.
-        master_remainder: whether parameters are bf16 and AdamW's state completes fp32 masters.
+        master_remainder: bf16 parameters; AdamW's state has the other 16 bits of fp32 masters.
         state_offload: the share of AdamW's state that is in host memory between steps.
-        base_width: the model dim for which lr is chosen, see `width_rates`; None = the model's own.
+        base_width: the model dim at which `lr` was tuned, see `width_rates`; None = this model's.
     """
 
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -102,7 +102,7 @@ class OptimizerConfig(CheckedRecord):
     def build_optimizers(
         self, model: nn.Module, width_rates: WidthRates | None = None
     ) -> list[torch.optim.Optimizer]:
-        """Return the optimizers of all trained parameters, with equal param groups on all ranks."""
+        """Return optimizers for all trained parameters; param groups are equal on all ranks."""
         assignment = assign_matrices(model)
         is_muon = self.optimizer == "muon"
         trained = [decision.param for decision in assignment.decisions.values()]

@@ -56,33 +56,32 @@ class RunConfig:
         steps: optimizer steps of the run.
         batch_size: rows per data rank and micro-batch.
         grad_accum: micro-batches per step.
-        global_batch_size: rows of a step over all data ranks, which determines grad_accum; None =
-            grad_accum determines the rows.
+        global_batch_size: rows of a step over all data ranks, in place of grad_accum.
         seq_len: tokens of a row.
         aux_loss: coefficient of the balance loss per micro-batch; None = the model's.
-        dtype: of compute; None = float32 on CPU, bfloat16 on GPU.
-        precision: the recipe of FP8 and FP4 products; None = all products are in `dtype`.
+        dtype: the compute dtype; None = float32 on CPU, bfloat16 on GPU.
+        precision: the recipe of FP8 and FP4 GEMMs; None = all GEMMs are in `dtype`.
         cuda_graph: run forward and backward as one CUDA graph.
-        seed: of the order of the data, of new weights and of samples.
+        seed: seed of the data order, weight initialization and sampling.
         eval_every: steps between losses on evaluation data; 0 = none.
         checkpoint_every: steps between checkpoints; 0 = none.
         memory_checkpoint_every: steps between checkpoints in the memory of hosts; 0 = none.
         expert_loads_every: steps between logs of the load of each expert; 0 = none.
-        move_experts_every: steps between moves of experts to ranks of even loads; 0 = no moves.
+        move_experts_every: steps between moves of experts that balance the ranks' loads; 0 = none.
         profile: steps that the profiler traces for `moecore report`; 0 = none.
-        peak_tflops: peak of one device for MFU; None = the bfloat16 peak of a known GPU.
-        hang_timeout: seconds after which a phase of a step that waits for other ranks ends the run
-            with a report; None = nine tenths of the process group's timeout.
-        ranks: processes; None = one per GPU, two on CPU, or those that torchrun has started.
-        plain_host: leave CPU affinity and garbage collection to the system.
+        peak_tflops: peak TFLOP/s of one device for MFU; None = the bfloat16 peak of a known GPU.
+        hang_timeout: maximum seconds of a phase of a step; a longer phase ends the run with a
+            report. None = nine tenths of the process group's timeout.
+        ranks: processes; None = one per GPU, two on CPU, or the ranks of torchrun.
+        plain_host: do not set CPU affinity and do not disable automatic garbage collection.
         deterministic: compute the same bits in every run of the command on the same machine.
-        parallel: degrees; ep not set = the largest of 1, 2, 4 and 8 that fits.
+        parallel: parallel degrees; ep not set = the largest of 1, 2, 4 and 8 that fits.
         optimizer: the optimizers.
         schedule: the learning rate over the steps.
-        skip_spikes: skip steps with a gradient norm far above those before; None = skip none.
+        skip_spikes: skip steps whose gradient norm is far above recent norms; None = skip none.
         logging: loggers.
-        stage: the stage whose options these are; None = the run has no stages yet.
-        run: the options of the run that the stage belongs to; None = these options.
+        stage: the stage whose options this record has; None = no stage is planned.
+        run: the options of the run that the stage belongs to; None = this record.
     """
 
     config: Path | None = make_unsaved_field(None)
@@ -121,11 +120,11 @@ class RunConfig:
     run: RunConfig | None = make_internal_field(None)
 
     def resolve(self) -> Self:
-        """Return the options with the defaults that depend on other options, for config.toml."""
+        """Return the options, with defaults that depend on other options filled in."""
         return self
 
     def count_micro_batches(self, data_ranks: int) -> int:
-        """Return the micro-batches per step; ValueError if no number has --global-batch-size."""
+        """Return --grad-accum, or --global-batch-size / micro-batch rows; ValueError if uneven."""
         if self.global_batch_size is None:
             return self.grad_accum
         rows = data_ranks * self.batch_size
@@ -137,11 +136,11 @@ class RunConfig:
         return self.global_batch_size // rows
 
     def get_degree(self, name: str) -> int:
-        """Return a parallel degree, such as that of "pp"; 1 if the degree is not set or -1."""
+        """Return the parallel degree `name`, such as "pp"; 1 if the degree is not set or -1."""
         return max(1, int(self.parallel.get(name, 1)))
 
     def make_parallel_config(self, world_size: int, *, num_experts: int) -> ParallelConfig:
-        """Return the degrees for `world_size` ranks; an unset ep is the largest that fits."""
+        """Return the parallel degrees for `world_size` ranks; unset ep = the largest that fits."""
         degrees: dict[str, Any] = dict(self.parallel)
         if "ep" not in degrees:
             product = math.prod(map(self.get_degree, ("pp", "etp", "edp_shard", "edp_replicate")))
@@ -150,7 +149,7 @@ class RunConfig:
         return ParallelConfig(**degrees).resolve(world_size)
 
     def make_moe_overrides(self) -> MoEOverrides:
-        """Return the changes of a transformers model's MoE config: the coefficient --aux-loss."""
+        """Return changes to a transformers model's MoE config: --aux-loss as its coefficient."""
         if not self.aux_loss:
             return MoEOverrides()
         return MoEOverrides(balance=BalanceConfig(micro_batch_coef=self.aux_loss))
@@ -169,7 +168,7 @@ def get_moe_config(config: DecoderConfig) -> MoEConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """Options of `parallelize_moe` that are not in tables, and switches of tables.
+    """Options of `parallelize_moe` that are not in TOML tables, and switches that enable tables.
 
     Attributes:
         dispatcher: how tokens are dispatched; "auto" selects by the hardware.
@@ -177,11 +176,11 @@ class Sharding:
         expert_backend: the kernels of the experts.
         overlap_shared: on GPUs, run shared experts on another stream.
         compile_dense: run attention, norms and residual adds through torch.compile.
-        graph_dense: on GPUs, run the operations between exchanges as CUDA graphs.
-        stash: store saved expert rows in pages, with the options of [stash].
-        clones: clone hot experts, with the options of [clones].
-        dynamic_cp: maximum tokens of a rank in a micro-batch. Each micro-batch then has its own
-            number of context parallel ranks. None = all micro-batches have --cp.
+        graph_dense: on GPUs, run the operations between token exchanges as CUDA graphs.
+        stash: save expert activations for backward in a paged buffer, see [stash].
+        clones: replicate the most loaded experts on other ranks, see [clones].
+        dynamic_cp: maximum tokens per rank and micro-batch; the number of context parallel ranks
+            then depends on the micro-batch. None = all micro-batches use --cp.
     """
 
     dispatcher: DispatcherName = "auto"
@@ -197,19 +196,19 @@ class Sharding:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedConfig(RunConfig):
-    """Options of a training whose model is sharded by `parallelize_moe` with these options.
+    """Options of a training whose model `parallelize_moe` shards.
 
     Attributes:
         sharding: options of `parallelize_moe` that are not in tables.
         fsdp: parameter sharding.
         memory: recomputation and offload.
-        stash: pages of saved expert rows.
-        clones: clones of hot experts.
+        stash: the paged buffer of expert activations that are saved for backward.
+        clones: replicas of the most loaded experts on other ranks.
         nvlink: the dispatcher nvlink.
         context: context parallelism.
         pipeline: pipeline stages, with --pp > 1.
-        fp8: roles and other options of FP8 products; with --precision or [recipe].
-        recipe: a recipe of FP8 products, in place of --precision.
+        fp8: which GEMMs are in FP8, and other options of --precision or [recipe].
+        recipe: a recipe of FP8 GEMMs, in place of --precision.
     """
 
     sharding: Sharding = Sharding()  # frozen
@@ -224,12 +223,12 @@ class ShardedConfig(RunConfig):
     recipe: Recipe | None = None
 
     def make_memory_options(self) -> MemoryOptions:
-        """Return the options of tables [memory] and [stash] (activations saved in pages)."""
+        """Return the options of [memory], with [stash] if the paged buffer is enabled."""
         stash = self.stash or (StashOptions() if self.sharding.stash else None)
         return replace(self.memory, stash=stash)
 
     def make_pipeline_options(self) -> PipelineConfig | None:
-        """Return the options of pipeline stages; None if --pp is 1, ValueError if they are set."""
+        """Return the pipeline options; None if --pp is 1. ValueError for [pipeline] with --pp 1."""
         pp = self.parallel.get("pp")
         if self.get_degree("pp") > 1:
             return self.pipeline or PipelineConfig()
@@ -238,13 +237,13 @@ class ShardedConfig(RunConfig):
         return None
 
     def make_context_options(self) -> ContextOptions | None:
-        """Return context parallelism options, dynamic if --dynamic-cp is set; None = defaults."""
+        """Return the options of [context], dynamic if --dynamic-cp is set; None = defaults."""
         if self.sharding.dynamic_cp is None:
             return self.context
         return replace(self.context or ContextOptions(), dynamic=True)
 
     def make_precision(self) -> Precision | None:
-        """Return the recipe of FP8 products, or None without FP8; ValueError for two recipes."""
+        """Return the FP8 recipe; None = no FP8. ValueError for both --precision and [recipe]."""
         if self.recipe is not None and self.precision is not None:
             raise ValueError(
                 f"--precision ({self.precision}) must not go with options of [recipe], which is "
@@ -256,11 +255,11 @@ class ShardedConfig(RunConfig):
         return named and replace(named, **self.fp8)
 
     def make_fsdp_options(self, dtype: torch.dtype) -> FSDPOptions:
-        """Return the options of table [fsdp], with `dtype` for all-gathered parameters."""
+        """Return the options of [fsdp]; parameters are all-gathered in `dtype`."""
         return replace(self.fsdp, param_dtype=dtype)
 
     def make_dispatch_options(self, max_tokens: int | None = None) -> DispatchOptions:
-        """Return the options of token dispatch. `max_tokens` is used if table [nvlink] has none."""
+        """Return the options of token dispatch; `max_tokens` is the default of [nvlink]'s field."""
         nvlink, name = self.nvlink, self.sharding.dispatcher
         if max_tokens is not None and (nvlink or name in ("auto", "nvlink", "hierarchical")):
             nvlink = nvlink or NVLinkOptions()

@@ -55,10 +55,8 @@ def parse(command: type[ConfigT], words: Sequence[str] | None = None, *, prog: s
 
     Args:
         command: the dataclass of the command. If it has a field `stages`, the field gets one
-            instance of `command` per [[stages]] table of the file. An instance has the values
-            of its table, and the values of the run for all other fields.
-        words: the words of the command line; None = sys.argv. If the first word is no flag, it
-            is the path of the TOML file.
+            instance of `command` per [[stages]] table, with the run's values for other fields.
+        words: the command line; None = sys.argv. A first word that is no flag is the TOML file.
         prog: the name of the command, for help.
     """
     command_class: Any = command
@@ -129,7 +127,7 @@ def read_toml(file: Path, option: str) -> dict[str, Any]:
 
 
 def flatten_tables(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of a TOML file; the key of a table's field is `table.field`."""
+    """Yield keys and values of a TOML file; a field of a table has the key `table.field`."""
     for name, value in content.items():
         if isinstance(value, dict):
             yield from ((f"{name}.{key}", item) for key, item in value.items())
@@ -138,7 +136,7 @@ def flatten_tables(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def format_toml(config: Any) -> str:
-    """Return the options of a command as TOML that `parse` reads, without options that are None."""
+    """Return a command's options as TOML that `parse` reads; options that are None are omitted."""
     lines: dict[str, list[str]] = {"": []}
     config_class: Any = type(config)
     for option in list_options(config_class):

@@ -27,7 +27,7 @@ from moecore.rl import Rollouts
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Two sequences with one prompt, of which one is preferred; completion tokens are learned."""
+    """A preferred and a rejected sequence with the same prompt; completion tokens are learned."""
 
     preferred: Example
     rejected: Example
@@ -78,13 +78,13 @@ class UnpairedPreference:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceBatch:
-    """A data rank's pairs of a step. Sequence 2i of `rollouts` is preferred to sequence 2i + 1."""
+    """A data rank's pairs of a step: sequence 2i of `rollouts` is preferred to sequence 2i + 1."""
 
     rollouts: Rollouts
     num_sequences: ClassVar[int] = 2  # of an example
 
     def count_labels_and_tokens(self) -> Tensor:
-        """Return int64 [4]: number of examples, all tokens, tokens of completions, and 0."""
+        """Return int64 [4]: numbers of examples, tokens and completion tokens, and 0."""
         rollouts, num_answers = self.rollouts, int(self.rollouts.response_mask_N.sum())
         num_examples = rollouts.num_sequences // self.num_sequences
         return torch.tensor(
@@ -94,7 +94,7 @@ class PreferenceBatch:
 
 @dataclass(frozen=True, slots=True)
 class UnpairedBatch(PreferenceBatch):
-    """A data rank's labelled completions of a step; `advantages_N` is 1 or -1 (undesirable)."""
+    """A data rank's completions of a step; `advantages_N` is 1 (desirable) or -1 (undesirable)."""
 
     # Each prompt with the completion of the example before; the first has the last completion.
     mismatched: Rollouts
@@ -141,7 +141,7 @@ def make_preference_steps(
     seed: int | None,
     data_rank: int,
 ) -> Steps[Any]:
-    """Return this data rank's steps of batches; `seed` None = the order of `examples`."""
+    """Return this data rank's reader of `make_batch` batches; `seed` None = no shuffle."""
     sampler = PackedBatchSampler(
         [1] * len(examples),
         1,
@@ -158,7 +158,7 @@ def make_preference_steps(
 def encode_preference(
     row: Row, tokenizer: Any, seq_len: int, options: DatasetOptions, column_names: ColumnNames
 ) -> list[Preference]:
-    """Return [preference], the preferred and the rejected completion of a row's prompt."""
+    """Return a list with the pair of preferred and rejected completion of a row's prompt."""
     columns = row.select_columns(column_names)
     prompt, *completions = (
         _as_messages(columns.get(n)) for n in ("prompt", "preferred", "rejected")
@@ -187,7 +187,7 @@ def encode_preference(
 def encode_unpaired_preference(
     row: Row, tokenizer: Any, seq_len: int, options: DatasetOptions, column_names: ColumnNames
 ) -> list[UnpairedPreference]:
-    """Return [the completion of a row's prompt with its label]."""
+    """Return a list with the labelled completion of a row's prompt."""
     columns = row.select_columns(column_names)
     prompt, completion = (_as_messages(columns.get(n)) for n in ("prompt", "completion"))
     are_texts = isinstance(prompt, str) and isinstance(completion, str)

@@ -68,20 +68,19 @@ class PretrainConfig(ShardedConfig):
     Attributes:
         preset: the model, see moecore.models.PRESETS.
         model: fields of the decoder that differ from the preset.
-        moe: fields of its MoE layers that differ from the preset.
+        moe: fields of the decoder's MoE layers that differ from the preset.
         capacity: token dropping.
         balance: load balancing.
         data: sources: PATH,weight=1,field=text,name=NAME,split=train,config=NAME,stream=true.
         tokens: "random" draws tokens of the vocabulary in place of `data`, to measure speed.
-        validation: sources of the evaluation, like `data`; () = the last documents of `data`.
+        validation: sources for evaluation, like `data`; () = the last 5% of `data`.
         tokenizer: directory or name on the hub, or "bytes".
-        workers: processes of a rank that read ahead; 0 = none.
+        workers: processes per rank that read ahead; 0 = none.
         eval_rows: rows of each validation set over all ranks.
-        hf_config: config.json of the model, its directory or a name of the hub, in place of a
-            preset.
-        embedding_std: standard deviation of new embeddings that are not tied.
-        corpus: how documents become rows.
-        rotary: positions for sequences of another length.
+        hf_config: config.json, model directory or name of the hub, in place of a preset.
+        embedding_std: standard deviation of initial embeddings that are not tied.
+        corpus: how documents are packed into rows.
+        rotary: rotary embedding for longer sequences.
         batch: growth of the batch at the beginning of the run.
         samples: texts that the model generates during the training.
         sdc_check: checks for silent data corruption; None = no checks.
@@ -124,7 +123,7 @@ class PretrainConfig(ShardedConfig):
             object.__setattr__(self, name, name_sources(getattr(self, name)))
 
     def make_decoder_config(self) -> DecoderConfig:
-        """Return the decoder of config.json, or the preset with the fields that are set."""
+        """Return the decoder config of --hf-config, or of the preset with [model] and [moe]."""
         tables = {"model": self.model, "moe": self.moe, "capacity": self.capacity}
         set_tables = [table for table, values in tables.items() if values]
         if self.hf_config is not None and set_tables:
@@ -146,11 +145,11 @@ class PretrainConfig(ShardedConfig):
         return self.rotary.apply(config)
 
     def choose_balance(self, config: DecoderConfig) -> dict[str, Any]:
-        """Return the default fields of [balance]: a balance loss, a bias update, or nothing."""
+        """Return the default fields of [balance], see `decoder_config.choose_balance`."""
         return choose_balance(get_moe_config(config))
 
     def resolve(self) -> Self:
-        """Return options with all fields of [corpus] and, without --hf-config, of the model set."""
+        """Return options with all defaults of [corpus] and, without --hf-config, of the model."""
         config = self.make_decoder_config()
         moe = get_moe_config(config)
         run = replace(self, corpus=asdict(make_corpus_options(self, config, 1)))
@@ -224,13 +223,13 @@ def read_sources(
 
 
 def make_corpus_options(args: PretrainConfig, config: DecoderConfig, cp: int) -> CorpusOptions:
-    """Return the options of [corpus] and of the run, for `cp` context parallel ranks."""
+    """Return the corpus options from [corpus] and the run, for `cp` context parallel ranks."""
     of_run: Any = {"row_tokens": args.seq_len, "vocab_size": config.vocab_size, "seed": args.seed}
     return CorpusOptions(**of_run, multiple=get_length_multiple(cp), **args.corpus)
 
 
 def compute_width_rates(args: PretrainConfig, config: DecoderConfig) -> WidthRates | None:
-    """Return factors of initial weights and learning rates; None = --base-width is not set."""
+    """Return factors of initial weights and learning rates for --base-width; None = not set."""
     if args.optimizer.base_width is None:
         return None
     base = at_width(config, args.optimizer.base_width)
@@ -240,7 +239,7 @@ def compute_width_rates(args: PretrainConfig, config: DecoderConfig) -> WidthRat
 def build_model(
     args: PretrainConfig, config: DecoderConfig, meshes: Meshes, rates: WidthRates | None
 ) -> Decoder:
-    """Return this rank's shards of the model, with new weights that are equal in every layout."""
+    """Return the sharded model with initial weights that do not depend on parallel degrees."""
     dtype = torch.bfloat16 if args.optimizer.master_remainder else torch.float32
     model = Decoder(config, device="meta", dtype=dtype)
     longest = args.sharding.dynamic_cp
@@ -302,7 +301,7 @@ parse_arguments = partial(parse, PretrainConfig, prog="moecore pretrain")
 
 
 def resolve_stages(args: PretrainConfig, world_size: int | None = None) -> list[PretrainConfig]:
-    """Return each stage's options, with its steps; `world_size` None = WORLD_SIZE."""
+    """Return each stage's options and steps; `world_size` None = environment's WORLD_SIZE."""
     num_ranks = world_size or int(os.environ["WORLD_SIZE"])
 
     def get_batch_sizes(options: PretrainConfig) -> tuple[int, int, BatchRamp]:
@@ -317,7 +316,7 @@ def resolve_stages(args: PretrainConfig, world_size: int | None = None) -> list[
 
 
 def check_stages(args: PretrainConfig, world_size: int) -> None:
-    """Raise ValueError for options that `world_size` ranks cannot run, and for unequal models."""
+    """Raise ValueError if `world_size` ranks cannot run a stage or stages' models differ."""
     configs = [check_options(options, world_size)[0] for options in args.stages or [args]]
     for config, table in zip(configs, args.stage_tables, strict=False):
         config = replace_rotary(config, asdict(configs[0]))  # the only part that may differ

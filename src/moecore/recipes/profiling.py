@@ -27,7 +27,7 @@ def check_profile(args: RunConfig, start: int) -> None:
 
 @contextmanager
 def trace_steps(args: RunConfig) -> Iterator[Callable[[], None]]:
-    """Return a context with a function to call after each step; rank 0 writes a trace."""
+    """Return a context with a function to call after each step; rank 0 writes --profile's trace."""
     if not args.profile or dist.get_rank() > 0:
         yield lambda: None
         return

@@ -65,8 +65,7 @@ NAMES = {
 class RunReport:
     """Writes a run's progress bar, metrics, curves and alarms, on rank 0.
 
-    Earlier starts of the run completed `start` steps. A loss is a mean per unit of text, such as
-    "byte".
+    Earlier starts of the run completed `start` steps. The loss is a mean per `unit`.
     """
 
     def __init__(self, args: RunConfig, *, start: int, unit: str = "byte") -> None:
@@ -93,7 +92,7 @@ class RunReport:
     def log(
         self, step: int, metrics: Metrics, *, expert_loads: bool = True, alarms: Sequence[str] = ()
     ) -> None:
-        """Write a step's metrics; print its alarms and `alarms`, lines of text."""
+        """Write a step's metrics, with each expert's load if `expert_loads`; print alarms."""
         for line in [*self.alarms.find_alarms(step, metrics), *alarms]:
             print(line, flush=True) if self.bar is None else self.bar.write(line)
         metrics = metrics if expert_loads else drop_expert_loads(metrics)
@@ -133,7 +132,7 @@ class RunReport:
 
 
 def pack_loads(metrics: Metrics) -> dict[str, Any]:
-    """Return metrics with each layer's expert loads as one list, rounded to three decimals."""
+    """Return metrics with one list of expert loads per layer, rounded to three decimals."""
     loads = {
         f"expert_loads/{layer}": get_expert_loads(metrics, layer)
         for layer in list_moe_layers(metrics)
@@ -143,7 +142,7 @@ def pack_loads(metrics: Metrics) -> dict[str, Any]:
 
 
 def make_run_dir(path: Path) -> None:
-    """Make a run's directory; ValueError if the directory cannot receive the files of a run."""
+    """Make a run's directory; ValueError if files cannot be created in it."""
     name = format_option("--run-dir", path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -164,7 +163,7 @@ def make_run_dir(path: Path) -> None:
 
 
 def truncate_metrics(path: Path, step: int) -> float:
-    """Remove damaged lines and steps after `step` from a file; return the seconds of the steps."""
+    """Remove damaged lines and steps after `step`; return the removed steps' total seconds."""
     lines, num_damaged = read_metrics(path)
     if num_damaged:
         print(f"{path}: dropped {num_damaged} damaged line(s)", flush=True)
@@ -173,7 +172,7 @@ def truncate_metrics(path: Path, step: int) -> float:
 
 
 def write_metrics(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Replace a metrics file by a file with these lines."""
+    """Replace the metrics file at `path` by a file with `lines`."""
     draft = path.with_suffix(".tmp")
     draft.unlink(missing_ok=True)
     with draft.open("x") as file:  # never through a link
@@ -201,7 +200,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def draw_curves(figure_module: ModuleType, metrics_path: Path, loss_unit: str = "byte") -> None:
-    """Draw loss or reward, load and two heat maps of loads into the run's curves.png."""
+    """Draw loss or reward, load imbalance, and heat maps of expert loads into curves.png."""
     lines, _ = read_metrics(metrics_path)
     steps = [line["step"] for line in lines]
     canvas = figure_module.Figure(figsize=(11, 6.5), layout="constrained")

@@ -40,9 +40,9 @@ def resume(
 ) -> int:
     """Load a run's newest checkpoint, if any; return its step, or 0 without one. Collective.
 
-    Raises ValueError unless the checkpoint has the values `facts` and a position in the same data.
-    `chosen_by` names the options that determine the data. If the checkpoint ends the stage before
-    `stage`, the data and the rotary embedding may differ.
+    Raises ValueError unless the checkpoint's facts equal `facts` and the data is the same.
+    `chosen_by` names, for errors, the options that determine the data. If the checkpoint ends the
+    stage before `stage`, the data and the rotary embedding may differ.
     """
     newest = find_newest_checkpoint(args)
     if newest is None:
@@ -79,7 +79,7 @@ def resume(
 
 
 def describe_continuation(args: RunConfig) -> str:
-    """Return a sentence that names the checkpoint from which the same command would continue."""
+    """Return a sentence that names the checkpoint from which a restart would continue."""
     try:
         newest = latest(get_checkpoint_dir(args))
     except (OSError, ValueError) as error:
@@ -145,7 +145,7 @@ def name_stage_tables(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_option_effect(key: str) -> str:
-    """Return text that says whether a new value of an option changes the numbers of a run."""
+    """Return text: whether a changed option `key` changes the numerics of a run."""
     table, _, field = key.rpartition(".")
     name = field.replace("-", "_") if table.startswith("stages.") else table or field
     if name not in SAME_NUMBERS:

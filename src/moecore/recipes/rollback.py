@@ -32,11 +32,10 @@ ROLLED_BACK = -1  # the exit status of a stage that starts again from the last c
 
 
 class SpikeStreak:
-    """Counts consecutive spikes, with equal results on all ranks.
+    """Counts consecutive loss spikes; the counts are equal on all ranks.
 
-    A step has a spike if it was skipped because of its gradient norm. It also has a spike if its
-    loss is nan, or above the limit of `SpikeLimit` for the losses before it. If `options` is None,
-    nothing is counted.
+    A step is a spike if it was skipped because of its gradient norm, or if its loss is nan or above
+    the `SpikeLimit` of earlier losses. `options` None disables the count.
     """
 
     def __init__(self, options: SpikeOptions | None, losses: Iterable[float] = ()) -> None:
@@ -48,11 +47,11 @@ class SpikeStreak:
 
     @property
     def is_persistent(self) -> bool:
-        """Whether the number of consecutive spikes is sufficient for a rollback."""
+        """Whether the number of consecutive spikes reaches the limit for a rollback."""
         return 0 < self._after <= self.length
 
     def may_roll_back(self, *, has_checkpoint: bool) -> bool:
-        """Whether a rollback is due; without a checkpoint, the count of spikes begins again."""
+        """Whether a rollback is due; if there is no checkpoint, reset the count at the limit."""
         if self.is_persistent and not has_checkpoint:
             self.length = 0
         return self.is_persistent
@@ -78,7 +77,7 @@ class LeftOut:
         self._batches = sorted({n for first, last in ranges for n in range(first, last + 1)})
 
     def find_batch(self, step: int) -> int:
-        """Return the number of the batch of a step: with [2, 3] left out, step 2 has batch 4."""
+        """Return the batch number of a step: if batches [2, 3] are skipped, step 2 has batch 4."""
         batch = step
         for left_out in self._batches:
             batch += left_out <= batch
@@ -91,7 +90,7 @@ class LeftOut:
 
 
 def check_rollback(stages: Iterable[RunConfig]) -> None:
-    """Raise ValueError for a stage that has rollbacks and no checkpoints."""
+    """Raise ValueError for a stage with rollbacks enabled but without checkpoints."""
     for args in stages:
         after = 0 if args.skip_spikes is None else args.skip_spikes.rollback_after
         if after and not args.checkpoint_every:
@@ -110,7 +109,7 @@ def read_history(args: RunConfig, step: int) -> tuple[list[list[int]], list[floa
 
 
 def roll_back(args: RunConfig, spikes: SpikeStreak, left_out: LeftOut) -> None:
-    """Write to a file which batches the next start from the last checkpoint skips. Collective."""
+    """Write batches to skip to metrics.jsonl; DivergedError after `MAX_ROLLBACKS`. Collective."""
     last = spikes.last_step
     numbers = [left_out.find_batch(step) for step in (last - spikes.length + 1, last)]
     path, step = Path(args.run_dir, METRICS), read_latest_step(args)

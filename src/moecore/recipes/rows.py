@@ -44,7 +44,7 @@ class DatasetOptions(CheckedRecord):
         format: the format of rows; "auto" selects each row's format by its columns.
         split: the split of a data set with splits.
         config: the configuration of a hub's data set that has several; "" = its only one.
-        skip_invalid: leave out rows that cannot be encoded. The first lines of a run name them.
+        skip_invalid: skip rows that cannot be encoded; the run prints the first of them.
     """
 
     format: RowFormat = "auto"
@@ -69,7 +69,7 @@ class ColumnNames(CheckedRecord):
         prompt: a text, or a chat.
         completion: a text that follows the prompt, or messages that follow it.
         text: a text of which all tokens are learned.
-        preferred: the better completion of objective dpo, which published data call chosen.
+        preferred: the better completion of objective dpo.
         rejected: the worse completion of objective dpo.
         label: whether the completion of objective kto is desirable, true or false.
     """
@@ -90,14 +90,14 @@ class ColumnNames(CheckedRecord):
     label: str = "label"
 
     def rename_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns of a row that these names select, by field name."""
+        """Return {field: value} of the columns in `row` that these fields name."""
         names = ((field, getattr(self, field)) for field in self.__dataclass_fields__)
         return {field: row[name] for field, name in names if name in row}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of a file or data set: its location, for errors, and its columns or line of JSON."""
+    """A row of a file or data set: a location for errors, and the columns or a line of JSON."""
 
     location: str
     content: Mapping[str, Any] | str
@@ -118,7 +118,7 @@ class Row:
         return content
 
     def select_columns(self, names: ColumnNames) -> dict[str, Any]:
-        """Return the columns that `names` select, by field name; all columns if none match."""
+        """Return {field: value} of the columns that `names` name; if no name fits, all columns."""
         content = self.parse()
         return names.rename_columns(content) or dict(content)
 
@@ -142,7 +142,7 @@ def read_rows(files: Sequence[Path], option: str, options: DatasetOptions) -> It
 def convert_to_form(
     columns: dict[str, Any], row_format: RowFormat, location: str
 ) -> dict[str, Any]:
-    """Return a row's columns in a form that chat.py reads; "auto" may leave them unchanged."""
+    """Convert a row to `encode_record`'s fields; "auto" returns an unknown format unchanged."""
     formats = FORMATS if row_format == "auto" else {row_format: FORMATS[row_format]}
     kind = next((kind for kind, names in formats.items() if {*names} <= columns.keys()), None)
     if kind is None and row_format != "auto":

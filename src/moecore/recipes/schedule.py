@@ -30,7 +30,7 @@ class LearningRateSchedule(CheckedRecord):
             never decays.
         warmup_steps: steps of the warm-up; None = `warmup_tokens` if set, or 5% of the
             schedule.
-        min_warmup_steps: minimum steps of a warm-up of 5%, but at most a third of the schedule.
+        min_warmup_steps: lower bound of the 5% warm-up, but at most a third of the schedule.
         warmup_tokens: tokens of the warm-up, rounded up to full steps.
         schedule_steps: the step at which the decay ends; None = the last step of the run.
         decay_steps: steps of the decay of "wsd"; None = 10% of the schedule.
@@ -56,7 +56,7 @@ class LearningRateSchedule(CheckedRecord):
     def compute_factor(
         self, step: int, *, num_steps: int, count_steps: Callable[[int], int]
     ) -> float:
-        """Return a step's learning rate / the peak rate; `count_steps` converts tokens to steps."""
+        """Return the learning rate of `step` / peak; `count_steps` converts tokens to steps."""
         total = self.schedule_steps or num_steps
         warmup = self.warmup_steps
         if self.warmup_tokens is not None:
@@ -76,7 +76,7 @@ class LearningRateSchedule(CheckedRecord):
 
 
 def is_due(step: int, *, every: int, last_step: int) -> bool:
-    """Return whether an event is due: each `every` steps (0 = never) and at the last step."""
+    """Return whether an event is due, every `every` steps and at `last_step`; `every` 0 = never."""
     return every > 0 and (step % every == 0 or step == last_step)
 
 
@@ -107,7 +107,7 @@ class BatchRamp(CheckedRecord):
             yield missing[0], rule
 
     def check_multiples(self, *, rows: int, micro_batch_rows: int) -> None:
-        """Raise ValueError unless increments of whole micro-batches reach `rows` exactly."""
+        """Raise ValueError unless increments are full micro-batches and reach `rows` exactly."""
         if self.ramp_start is None or self.ramp_increment is None:
             return
         for name in ("ramp_start", "ramp_increment"):
@@ -166,7 +166,7 @@ class StepSizes:
 def iterate_equal_steps(
     ramp: BatchRamp, *, first_step: int, rows: int, seq_len: int, tokens_before: int
 ) -> Iterator[EqualSteps]:
-    """Yield the ranges of steps with equal numbers of rows; after the ramp a step has `rows`."""
+    """Yield ranges of steps with equal numbers of rows; steps after the ramp have `rows` rows."""
     if ramp.ramp_start is None or ramp.ramp_increment is None or ramp.ramp_tokens is None:
         yield EqualSteps(first_step, rows, seq_len)
         return
@@ -208,7 +208,7 @@ class StageLength(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingStage:
-    """A stage of a run, with its range of steps and their sizes."""
+    """A stage of a run: its range of steps, and the rows and tokens of each step."""
 
     name: str  # "" = the run has no stages
     begin: int  # number of steps of the stages before this stage
@@ -231,7 +231,7 @@ class TrainingStage:
         )
 
     def get_metrics(self, step: int) -> dict[str, float]:
-        """Return "rows" of a step and "tokens" of the run up to it; {} if all steps are equal."""
+        """Return "rows" of `step` and "tokens" of the run so far; {} if all steps are equal."""
         if len(self.sizes.parts) == 1:
             return {}
         return {
@@ -242,7 +242,7 @@ class TrainingStage:
     def is_previous_stage(self, step: int, saved_name: str | None) -> bool:
         """Return whether the checkpoint of `step` ends the stage before this stage.
 
-        Raises ValueError if the checkpoint is of another stage.
+        ValueError if `saved_name` is another stage and `step` is not this stage's `begin`.
         """
         if (saved_name or "") == self.name:
             return False

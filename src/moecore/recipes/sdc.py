@@ -40,18 +40,18 @@ PER_MICRO_BATCH = "tokens_ABT", "labels_ABT", "padding_ABT", "cu_seqlens_An"  # 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SDCOptions(CheckedRecord):
-    """When replays of a micro-batch look for silent data corruption, and the reaction to it.
+    """Options of checks that replay a micro-batch to find silent data corruption.
 
     Attributes:
         every: steps between checks.
-        action: "stop" ends the run with an error, "log" prints an alarm.
+        action: after an error, "stop" ends the run, "log" prints an alarm.
     """
 
     every: Count = 1000
     action: Literal["stop", "log"] = "stop"
 
     def check(self, args: Any) -> None:
-        """Raise ValueError if the options of a run, a `ShardedConfig`, exclude replays."""
+        """Raise ValueError if replays under the `ShardedConfig` `args` are not bit-equal."""
         for words, is_set in (
             ("with --cuda-graph", args.cuda_graph),
             ("with --graph-dense", args.sharding.graph_dense),
@@ -68,7 +68,7 @@ class SDCOptions(CheckedRecord):
 
 
 class SDCCheck:
-    """Replays the first micro-batch of a step and compares the results."""
+    """Replays the first micro-batch of a step, also on a neighbor rank; compares the results."""
 
     def __init__(self, options: SDCOptions, parallel: ParallelConfig, owner: TrainStep) -> None:
         self._options, self._owner = options, owner
@@ -79,8 +79,8 @@ class SDCCheck:
     def check(self, step: int, batch: StepBatch, run_batch: Callable[[StepBatch], Any]) -> Metrics:
         """Return the number of suspect ranks by kind of error; {} = the step has no check.
 
-        `run_batch` runs forward and backward of a batch. Gradients, counts and random states are as
-        before the check. Collective in a step with a check. Waits for the device.
+        `run_batch` runs forward and backward of a batch. Gradients, counts and random states are
+        restored. Collective in a step with a check. Synchronizes the device.
 
         Raises:
             DivergedError: with `SDCOptions.action` "stop", on all ranks if any rank has an error.
@@ -151,7 +151,7 @@ class SDCCheck:
 
 
 def find_difference(a: Tensor, b: Tensor) -> float:
-    """Return the index of the first difference of checksums, padded with zeros; inf = equal."""
+    """Return the index where vectors of checksums first differ (zero-padded); inf = equal."""
     size = max(len(a), len(b))
     positions = (F.pad(a, (0, size - len(a))) != F.pad(b, (0, size - len(b)))).nonzero()
     return float(positions[0]) if len(positions) else math.inf

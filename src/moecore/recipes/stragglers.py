@@ -46,7 +46,7 @@ CPU = torch.device("cpu")
 
 
 class PhaseTimer:
-    """Measures the seconds of each phase of a step on this rank, excluding collectives."""
+    """Measures the seconds of each phase of a step on this rank, without collectives."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -98,7 +98,7 @@ class PhaseTimer:
 
 
 class Stragglers:
-    """Compares the times of a step's phases between ranks. Collective to construct."""
+    """Compares the times of a step's phases between ranks. The constructor is collective."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -117,10 +117,9 @@ class Stragglers:
         return times_of_ranks.view(-1, len(PHASES))
 
     def find_alarms(self, step: int, times_RP: list[list[float]]) -> list[str]:
-        """Return one line for each rank that is slow in `NUM_IN_A_ROW` measurements.
+        """Return one line for each rank that is slow in `NUM_IN_A_ROW` consecutive measurements.
 
-        The line names the phase with the largest excess: a host that is late in one phase also
-        launches the kernels of the next phase late.
+        `times_RP` is in seconds. The line names the phase with the largest excess over the median.
         """
         medians_P = [median_low(times_R) for times_R in zip(*times_RP, strict=True)]
         limit, lines = THRESHOLDS[self._device.type] * sum(medians_P), list[str]()

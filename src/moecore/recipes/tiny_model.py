@@ -71,7 +71,7 @@ def _write_lines(file: Path, rows: Iterable[object]) -> None:
 
 
 def iterate_questions() -> Iterator[tuple[str, str]]:
-    """Yield a question about each documented function of single-file modules, and its answer."""
+    """Yield (question, answer) for each documented function of single-file stdlib modules."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in scan_stdlib():
         if path.parent == root and not path.stem.startswith("_"):

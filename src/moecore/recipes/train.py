@@ -52,7 +52,7 @@ class TrainConfig(PretrainConfig):
     )
 
     def choose_balance(self, config: DecoderConfig) -> dict[str, Any]:
-        """Return {}, so that the preset's balance is not changed."""
+        """Return {}: the preset's balance options are the defaults."""
         return {}
 
 

@@ -30,9 +30,9 @@ from moecore.rl.totals import Totals
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenScores:
-    """Log-probabilities, entropies and routes of rollout tokens, on the device and detached.
+    """Detached log-probabilities, entropies and expert ids ("routes") of rollout tokens.
 
-    A field is None if it was not requested.
+    Tensors are on the device. A field is None if it was not requested.
     """
 
     log_probs_N: Tensor  # fp32, of response tokens given the tokens before them; 0 elsewhere
@@ -42,7 +42,7 @@ class TokenScores:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutBatch:
-    """Rollouts that data ranks compute together, and the rows of this rank."""
+    """The rollouts of a data rank, or with dynamic cp of all data ranks, and this rank's rows."""
 
     rollouts: Rollouts  # of this data rank; with dynamic context parallelism, of all data ranks
     rows: list[RolloutRow]  # as many on every rank
@@ -52,13 +52,13 @@ class RolloutBatch:
     local_tokens: slice = field(default_factory=lambda: slice(None))
 
     def make_empty_scores(self, *, entropy: bool) -> TokenScores:
-        """Return scores of 0 for the tokens of `rollouts`, with entropies if `entropy`."""
+        """Return scores that are 0 for all tokens of `rollouts`, with entropies if `entropy`."""
         device = self.rows[0].token_idx_N.device
         zeros_N = torch.zeros(len(self.rollouts.tokens_N), device=device, dtype=torch.float32)
         return TokenScores(log_probs_N=zeros_N, entropy_N=zeros_N.clone() if entropy else None)
 
     def reduce_scores(self, scores: TokenScores) -> TokenScores:
-        """All-reduce log-probabilities and entropies; return this data rank's scores."""
+        """All-reduce log-probabilities and entropies over `groups`; return this rank's scores."""
         changes = {n: x for n in scores.__slots__ if (x := getattr(scores, n)) is not None}
         for name, group in product(("log_probs_N", "entropy_N"), self.groups):
             if name in changes:
@@ -69,10 +69,9 @@ class RolloutBatch:
 def schedule_batch(
     rollouts: Rollouts, totals: Totals, limits: RowLimits, group_size: int, meshes: Meshes
 ) -> RolloutBatch:
-    """Return a batch of all data ranks' rollouts, with a row for each round. Collective.
+    """Schedule all data ranks' rollouts into packed rows, one per micro-batch. Collective.
 
-    `limits` are the row limits for cp 1. Raises a ValueError, equal on all ranks, if a sequence is
-    too long.
+    `limits` are the row limits for cp 1. ValueError on all ranks if a sequence is too long.
     """
     local_values = {"cu_seqlens": rollouts.cu_seqlens.diff(), **rollouts.get_token_values()}
     parts = [{name: value.cpu() for name, value in local_values.items()}]

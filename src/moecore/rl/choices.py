@@ -45,7 +45,7 @@ def check_choices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, 
 
 
 def check_expert_ids(tensor_name: str, ids_TK: Tensor, config: MoEConfig) -> None:
-    """Raise ValueError unless each token has distinct expert ids, or -1, in `ids_TK`. Host sync."""
+    """Raise ValueError unless all ids are expert ids, distinct in a row, or -1. Host sync."""
     K, E = config.choices_per_token, config.num_candidates
     if ids_TK.ndim != 2 or ids_TK.shape[1] != K:
         raise ValueError(
@@ -108,7 +108,7 @@ def check_entry_weights(tensor_name: str, weights_TK: Tensor, ids_TK: Tensor) ->
 
 
 def choices_to_tensors(choices: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-    """Return recorded expert choices as a flat dict for `safetensors.torch.save_file`.
+    """Return recorded expert ids as a flat dict for `safetensors.torch.save_file`.
 
     Keys are "<layer>/<forward>", for example "model.layers.3.mlp/0". A layer that never ran has the
     key "<layer>/none" and an empty tensor. Tensors are contiguous copies.
@@ -124,10 +124,9 @@ def choices_to_tensors(choices: Mapping[str, Sequence[Tensor]]) -> dict[str, Ten
 
 
 def choices_from_tensors(tensors: Mapping[str, Tensor]) -> Choices:
-    """Return the choices from the flat dict that `choices_to_tensors` returned.
+    """Return {layer name: expert ids per forward} from the dict of `choices_to_tensors`.
 
-    Raises:
-        ValueError: for a key of another form, or a layer whose forwards are not 0, 1, 2, ...
+    ValueError for a key of another form, or a layer whose forwards are not 0, 1, 2, ...
     """
     check_arguments(choices_from_tensors, locals())
     layer_records: dict[str, dict[int, Tensor]] = {}
@@ -151,9 +150,10 @@ def choices_from_tensors(tensors: Mapping[str, Tensor]) -> Choices:
 def convert_from_engine_indices(
     indices_BSLK: Any, layers: Mapping[str, MoELayer], engine_layers: Sequence[str | None]
 ) -> dict[str, Tensor]:
-    """Convert an inference engine's ids (-1 = none) to this rank's {layer name: int32 [T, K]}.
+    """Convert an inference engine's expert ids to this rank's {layer name: int32 [T, K]}.
 
-    `engine_layers` names each of the engine's layers; None skips a layer.
+    `indices_BSLK` has sequences, tokens, layers and experts per token; -1 = no expert.
+    `engine_layers` names each of the L layers; None skips a layer.
     """
     ids_BSLK = indices_BSLK
     try:
@@ -197,9 +197,9 @@ def convert_from_engine_indices(
 def convert_to_engine_indices(
     choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer], batch_size: int
 ) -> list[Tensor]:
-    """Return each recorded forward's ids as an engine stores them, int32 [B, S, L, K].
+    """Convert each recorded forward's expert ids to an inference engine's layout [B, S, L, K].
 
-    B sequences have S tokens, in L layers with K experts per token. Collective over tp and cp.
+    int32: B sequences, S tokens, L layers, K experts per token. Collective over tp and cp.
     """
     check_choices(choices, layers)
     forwards = {name: len(choices[name]) for name in layers}

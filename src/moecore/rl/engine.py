@@ -64,27 +64,25 @@ class ObjectiveResult:
 
 
 class Engine:
-    """Trains a parallelized model on rollouts; it has no tokenizer and does not generate.
-
-    Every rank constructs it. Collective.
+    """Trains a parallelized model on rollouts, without generation. The constructor is collective.
 
     Args:
         model: from `parallelize_moe`: a `Decoder`, or a causal language model of transformers after
             `use_causal_attention`, also with adapters of peft.
-        step: the model's `TrainStep`. `forward_backward` sets its `num_micro_batches`, and the
+        step: the model's `TrainStep`. `forward_backward` sets `step.num_micro_batches`, and the
             caller ends each step with `step.finish()`.
-        max_tokens: maximum number of tokens of a micro-batch's row, with padding, before cp and tp
-            split the row. With `ContextOptions.dynamic`: of each data rank, before tp splits them.
-        reference: a model parallelized on the same meshes, with the same `ContextOptions.dynamic`;
+        max_tokens: maximum tokens, including padding, of a micro-batch's packed row before cp and
+            tp split the row; with `ContextOptions.dynamic`, of a data rank before tp splits them.
+        reference: the reference model, on the same meshes, with the same `ContextOptions.dynamic`;
             None = `model` without peft adapters.
-        batch_invariant: whether a token's log-probability does not depend, bit for bit, on the
-            other tokens in its row or micro-batch, or on dp, ep and pp. Kernels are slower. While
-            the engine runs, other threads of the process use the same kernels.
+        batch_invariant: whether a token's log-probability is bitwise independent of other tokens in
+            the micro-batch and of dp, ep and pp. The kernels are slower, and other threads of the
+            process also use them while the engine runs.
 
     Raises:
-        ValueError: for a model that is not parallelized, a `max_tokens` that cp and tp do
-            not divide, a reference with another `ContextOptions.dynamic`, or a model that cannot
-            be batch invariant.
+        ValueError: for a model that is not parallelized, a `max_tokens` that is not divisible by cp
+            and tp, a reference with other `ContextOptions.dynamic`, or `batch_invariant` with an
+            unsupported model.
 
     Example:
         engine = Engine(model, step, max_tokens=8192)
@@ -157,17 +155,16 @@ class Engine:
     ) -> TokenScores:
         """Return the model's log-probabilities of response tokens, without gradients.
 
-        The model stays in train or eval mode. Collective over the world; host syncs before the
-        forwards.
+        Train or eval mode is not changed. Collective over the world; host syncs before forwards.
 
         Args:
-            rollouts: of this data-parallel rank.
+            rollouts: sequences of this data-parallel rank.
             entropy: whether entropies are computed.
-            routes: whether the experts of each token are recorded, for `Rollouts.routes_NLK`.
+            routes: whether the expert ids of each token are recorded, for `Rollouts.routes_NLK`.
 
         Raises:
-            ValueError: on every rank, if rollouts of a rank are not valid, or if ranks that
-                share rows have different rollouts.
+            ValueError: on every rank, if a rank's rollouts are invalid, or if the tp, cp and pp
+                ranks of one data-parallel rank have different rollouts.
         """
         arguments = locals()
         with self._raise_on_all_ranks("log_probs() of rollouts"):
@@ -181,11 +178,8 @@ class Engine:
     def reference_log_probs(self, rollouts: Rollouts) -> TokenScores:
         """Return the reference model's log-probabilities of response tokens, without gradients.
 
-        The reference model routes all tokens itself; routes in `rollouts` are not replayed.
-
-        Raises:
-            ValueError: for a model without adapters and without a reference, or for the reasons of
-                `log_probs`.
+        The routers of the reference model choose experts; routes in `rollouts` are not replayed.
+        ValueError as in `log_probs`, or without both a reference and adapters.
         """
         arguments = locals()
         with self._raise_on_all_ranks("reference_log_probs() of rollouts"):
@@ -203,17 +197,17 @@ class Engine:
     ) -> ObjectiveResult:
         """Run forward and backward of an objective on a batch; `step.finish()` must follow.
 
-        Gradients are of the objective's mean over the rollouts of all data-parallel ranks, for any
+        The gradient is that of the mean loss over the rollouts of all data-parallel ranks, for any
         split into micro-batches. Collective over the world, with host syncs before the forwards.
 
         Args:
-            rollouts: of this data-parallel rank, with the fields that the objective needs. Ranks
-                may have different numbers of sequences.
+            rollouts: sequences of this data-parallel rank, with the fields that the objective
+                needs. The number of sequences may differ between ranks.
             objective: `PPO`, `GRPO`, `GSPO`, `DPO`, `KTO`, or an `OwnObjective`.
 
         Raises:
-            ValueError: as `log_probs`, if a field is missing, if no token of any rank has a weight,
-                or under torch.no_grad().
+            ValueError: as in `log_probs`, for a missing field, if all token weights are 0, or under
+                torch.no_grad().
         """
         arguments = locals()
         with self._raise_on_all_ranks("forward_backward() of rollouts"):
@@ -242,9 +236,9 @@ class Engine:
             )
 
     def weights(self, **options: Any) -> WeightStream:
-        """Return a `WeightStream`; each iteration over it yields the model's current weights.
+        """Return a `WeightStream`, which yields the model's current weights. Collective.
 
-        `options` are keyword arguments of `moecore.io.stream_weights`. Collective.
+        `options` are keyword arguments of `moecore.io.stream_weights`.
         """
         from moecore.io import stream_weights  # needs safetensors
 

@@ -25,7 +25,7 @@ SAME_ORDER = 2  # choices: their sum is the same in either order
 
 @contextmanager
 def use_batch_invariance(layers: Mapping[str, RoutedLayer], device_type: str) -> Iterator[None]:
-    """Return a context with batch-invariant kernels and sums of experts in choice order."""
+    """Return a context with batch-invariant kernels; expert outputs are summed in top-k order."""
     with ExitStack() as undo:
         undo.enter_context(batch_invariant(device_type))
         for layer in layers.values():
@@ -37,7 +37,7 @@ def use_batch_invariance(layers: Mapping[str, RoutedLayer], device_type: str) ->
 
 
 def check_batch_invariance(model: nn.Module, state: ParallelState) -> None:
-    """Raise ValueError for a model whose sums depend on other tokens or on a token's position."""
+    """Raise ValueError for a model whose results depend on other tokens or a token's position."""
     for name, value, fix in _find_invariance_obstacles(model, state):
         raise ValueError(f"{name} ({value}) must {fix} for an Engine with batch_invariant=True")
 

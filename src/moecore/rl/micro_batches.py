@@ -43,13 +43,13 @@ class RowLimits:
         return get_length_multiple(self.cp) * self.tp
 
     def sum_padded_lengths(self, lengths: Iterable[int]) -> int:
-        """Return the sum of the padded lengths of sequences."""
+        """Return the tokens of sequences of these lengths, each padded to the cp multiple."""
         unit = get_length_multiple(self.cp)
         return sum(-(-length // unit) * unit for length in lengths)
 
 
 def group_sequences(rollouts: Rollouts, group_size: int) -> list[list[int]]:
-    """Return groups of `group_size` consecutive sequences, which stay in one micro-batch."""
+    """Split sequence indices into groups of `group_size`; ValueError if not divisible."""
     number = rollouts.num_sequences
     if number % group_size:
         raise ValueError(
@@ -89,12 +89,12 @@ class RolloutRow:
     is_first: bool = True  # False = another data rank returns the row's loss and scores
 
     def scatter_to_tokens(self, values_BT: Tensor) -> Tensor:
-        """Return [N]: for each token, `values_BT` at the position that predicts it, or 0."""
+        """Return [N]: each token's entry of `values_BT` at the position that predicts it, or 0."""
         values_N = values_BT.new_zeros(len(self.token_idx_N))
         return values_N.index_copy(0, self.tokens_M, values_BT.flatten()[self.rows_M])
 
     def gather_at_positions(self, values_N: Tensor, padding_value: float) -> Tensor:
-        """Return [T, ..]: the entry of `values_N` for each position's token, or `padding_value`."""
+        """Return [T, ..]: the entry of `values_N` [N, ..] for the token at each row position."""
         values_T = values_N.new_full(
             (len(self.local_token_idx_T), *values_N.shape[1:]), padding_value
         )
@@ -106,7 +106,7 @@ class RolloutRow:
 def build_row(
     rollouts: Rollouts, sequence_idxs: Sequence[int], limits: RowLimits, device: torch.device
 ) -> RolloutRow:
-    """Return the row of the sequences with these indices, on `device`; [] = a row of padding."""
+    """Pack the sequences with these indices into a row on `device`; [] = only padding."""
     selection = rollouts.take(sequence_idxs)
     borders = selection.borders
     padded_tokens = limits.sum_padded_lengths(selection.lengths)

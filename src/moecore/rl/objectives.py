@@ -42,11 +42,11 @@ MAX_LOG_RATIO = 80.0
 
 @runtime_checkable
 class Objective(Protocol):
-    """Protocol of a function from log-probabilities of sampled sequences to a loss per token."""
+    """Protocol of a callable that maps log-probabilities of sampled tokens to losses per token."""
 
     @property
     def mean(self) -> Mean:
-        """Whether the loss is a mean over tokens ("token") or over sequences ("sequence")."""
+        """The mean of the loss: over tokens ("token") or over sequences ("sequence")."""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -97,10 +97,8 @@ def estimate_kl(
 ) -> Tensor:
     """Return an estimate of KL(policy || reference) at each sampled token, in nats, fp32 [N].
 
-    With d = ref_log_probs_N - log_probs_N, the estimate is
-    -d ("k1"), d^2 / 2 ("k2") or exp(d) - 1 - d ("k3").
-    Where d exceeds 80, "k3" uses d = 80 and the token's gradient is 0, because exp(d) overflows
-    fp32.
+    With d = ref_log_probs_N - log_probs_N, the estimate is -d ("k1"), d^2 / 2 ("k2") or
+    exp(d) - 1 - d ("k3"). To avoid fp32 overflow, "k3" clamps d to 80, with a gradient of 0 above.
     """
     check_arguments(estimate_kl, locals())
     if log_probs_N.shape != ref_log_probs_N.shape:
@@ -121,9 +119,8 @@ def estimate_kl(
 class PPO(CheckedRecord):
     """The clipped loss of PPO: -min(r A, clip(r, 1 - clip, 1 + clip_high) A) for each token.
 
-    r is the token's probability by the policy, divided by its probability by the policy that
-    sampled. A is the token's advantage. A ratio r above exp(80) is replaced by exp(80), and its
-    token has no gradient, because r overflows fp32.
+    r is the token's probability under the policy divided by its probability under the sampling
+    policy. A is the token's advantage. r is clamped to exp(80), with a gradient of 0 above.
 
     Attributes:
         clip: the lower bound of the clipped ratio is 1 - clip.
@@ -131,7 +128,7 @@ class PPO(CheckedRecord):
         kl: the estimator of the KL penalty, "k1", "k2" or "k3" (`estimate_kl`).
         kl_coef: coefficient of the KL penalty; > 0 needs `ref_log_probs_N`.
         entropy_coef: coefficient of the entropy, which is subtracted from the loss.
-        mean: over tokens, or over sequences.
+        mean: "token" = mean over tokens, "sequence" = mean over sequences of their token means.
     """
 
     clip: Share = 0.2
@@ -153,10 +150,9 @@ class PPO(CheckedRecord):
         return self.entropy_coef > 0
 
     def compute_log_ratio(self, log_probs_N: Tensor, rollouts: Rollouts) -> Tensor:
-        """Return each token's log-probability minus the sampling policy's, fp32 [N].
+        """Return `log_probs_N` minus the sampling policy's log-probabilities, fp32 [N].
 
-        If `old_log_probs_N` is None, the detached `log_probs_N` are subtracted: the value is 0, but
-        it has a gradient.
+        If `old_log_probs_N` is None, detached `log_probs_N` are subtracted: 0 with a gradient.
         """
         old_N = rollouts.old_log_probs_N
         return log_probs_N - (log_probs_N.detach() if old_N is None else old_N)
@@ -178,10 +174,9 @@ class PPO(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GRPO(PPO):
-    """The loss of GRPO: PPO's with group advantages, a k3 penalty, and the mean over sequences.
+    """The GRPO loss: PPO's with `group_advantages`, a k3 penalty, and the mean over sequences.
 
-    `group_advantages` computes the advantages. The loss of DAPO is `GRPO(mean="token",
-    clip_high=0.28, kl_coef=0.0)`.
+    The loss of DAPO is `GRPO(mean="token", clip_high=0.28, kl_coef=0.0)`.
     """
 
     kl_coef: PositiveOrZero = 0.04
@@ -190,14 +185,14 @@ class GRPO(PPO):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GSPO(PPO):
-    """The loss of GSPO: PPO's with one ratio per sequence, the geometric mean of token ratios."""
+    """The GSPO loss: PPO's with one ratio per sequence, the geometric mean of its token ratios."""
 
     clip: Share = 3e-4
     clip_high: Positive | None = 4e-4
     mean: Mean = "sequence"
 
     def compute_log_ratio(self, log_probs_N: Tensor, rollouts: Rollouts) -> Tensor:
-        """Return for each token its response's mean log-ratio to the sampling policy, fp32 [N]."""
+        """Return fp32 [N]: for each token, the mean log-ratio over the tokens of its response."""
         of_tokens_N = PPO.compute_log_ratio(self, log_probs_N, rollouts)
         counts_n = rollouts.sum_responses(torch.ones_like(log_probs_N))
         means_n = rollouts.sum_responses(of_tokens_N) / counts_n.clamp(min=1)
@@ -208,13 +203,12 @@ class GSPO(PPO):
 class DPO(CheckedRecord):
     """The loss of DPO: -log sigmoid(beta * (chosen log-ratio - rejected log-ratio)) of each pair.
 
-    A log-ratio is a response's log-probability by the policy minus the reference model's.
-    Sequences 2i and 2i + 1 are a pair, the chosen one first. The loss is the mean over pairs.
+    A log-ratio is a response's log-probability under the policy minus that under the reference.
+    Sequences 2i (chosen) and 2i + 1 (rejected) are a pair. The loss is the mean over pairs.
 
     Attributes:
         beta: a larger value keeps the policy closer to the reference model.
-        label_smoothing: the probability that a pair is in the wrong order; the loss of the
-            exchanged pair has this weight.
+        label_smoothing: weight of the loss of the pair in reverse order, for noisy labels.
     """
 
     beta: Positive = 0.1
@@ -253,9 +247,9 @@ class DPO(CheckedRecord):
 class KTO(CheckedRecord):
     """The loss of KTO: weight * (1 - sigmoid(beta * s * (log-ratio - kl))) of each sequence.
 
-    A log-ratio is a response's log-probability by the policy minus the reference model's. The sign
-    s is 1 for a desirable response and -1 for an undesirable response. It is the sign of the sum of
-    the response's `advantages_N`. The loss is the mean over sequences.
+    A log-ratio is a response's log-probability under the policy minus that under the reference. The
+    sign s of the response's summed `advantages_N` is 1 if desirable and -1 if undesirable. The loss
+    is the mean over sequences.
 
     Source: KTO (arXiv:2402.01306), equations 7 and 8, as in TRL's KTOTrainer.
 
@@ -263,8 +257,8 @@ class KTO(CheckedRecord):
         beta: a larger value keeps the policy closer to the reference model.
         desirable_weight: the factor of the losses of desirable responses.
         undesirable_weight: the factor of the losses of undesirable responses.
-        kl: the estimate of KL(policy || reference) of this batch, equal on all ranks. `moecore
-            finetune` computes it as the mean log-ratio of responses to other prompts, at least 0.
+        kl: the batch's estimate of KL(policy || reference), equal on all ranks: in `moecore
+            finetune` the mean log-ratio of mismatched prompts and responses, at least 0.
     """
 
     beta: Positive = 0.1
@@ -305,10 +299,10 @@ class OwnObjective(CheckedRecord):
     """An objective from a function of the user.
 
     Attributes:
-        function: receives fp32 log-probabilities [N], entropies [N] or None, and the `Rollouts` of
-            a micro-batch's complete sequences; returns the loss of each token, [N]. Ranks must have
-            the same function; tensors and containers of its closure may differ.
-        mean: over tokens, or over sequences.
+        function: maps fp32 log-probabilities [N], entropies [N] or None, and a micro-batch's
+            `Rollouts` to the loss of each token, [N]. All ranks must pass the same function; only
+            tensors and containers in its closure may differ.
+        mean: "token" = mean over tokens, "sequence" = mean over sequences of their token means.
         needs: fields of `Rollouts` that must not be None.
         entropy: whether the function reads entropies.
         group_size: number of consecutive sequences that must be in one micro-batch.

@@ -38,23 +38,22 @@ Unrecorded = Literal["drop", "route"]
 
 
 class RouterReplay:
-    """Records and replays the expert choices of the MoE layers of a model.
+    """Records and replays the expert ids ("choices") that the routers of a model select.
 
-    Layers are identified by their qualified name without the prefixes of torch.compile and
-    checkpoint wrappers. A recording therefore fits the plain, the wrapped and the parallelized
-    model. A replay fixes the expert ids, and the weights if the caller passes weights. Otherwise
-    weights are computed from the current logits, and the router has a gradient. Capacity, padding
-    and balance counts are recomputed for the replayed ids.
+    Layers are identified by qualified name without prefixes of torch.compile and checkpoint
+    wrappers, so a recording fits the plain, the wrapped and the parallelized model. A replay fixes
+    the expert ids, and the combine weights if the caller passes weights. Otherwise the router
+    computes weights from current logits with a gradient. Capacity, padding and balance counts are
+    recomputed for the replayed ids.
 
     Args:
-        model: a model with MoELayers, parallelized or not, or one pipeline stage. To replay
-            checkpointed forwards, call this module itself and not a submodule: see Note [pairing]
-            in `rl/tapes.py`.
+        model: a model with MoELayers, parallelized or not, or one pipeline stage. With activation
+            checkpointing, forwards must call `model` itself, not a submodule.
         layers: names of the layers that are recorded and replayed; None = all.
 
     Raises:
-        ValueError: if the model has no MoELayer (before parallelize_moe, or in families that keep
-            their own routers), or if a name is not the name of an MoELayer.
+        ValueError: if the model has no MoELayer, such as a transformers model before
+            `parallelize_moe`, or if a name is not the name of an MoELayer.
     """
 
     def __init__(self, model: nn.Module, *, layers: Sequence[str] | None = None) -> None:
@@ -87,11 +86,10 @@ class RouterReplay:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Record the choice of every forward in the context; `choices()` returns it afterwards.
+        """Record the expert ids of each forward in the context; `choices()` then returns them.
 
-        Ids are copied on the device, 4 * T * K bytes per layer and forward; no host sync.
-        Recomputed forwards of activation checkpointing are not recorded. An exception discards the
-        recording.
+        Ids are copied on the device, 4 * T * K bytes per layer and forward; no host sync. Forwards
+        that activation checkpointing recomputes are not recorded. An exception discards the ids.
 
         Raises:
             ValueError: if a router is already recorded or replayed.
@@ -110,17 +108,13 @@ class RouterReplay:
         self._records = records
 
     def choices(self, device: torch.device | str | None = None) -> Choices:
-        """Return the choices of the last `record()`: layer name -> int32 [T, K] per forward.
+        """Return the expert ids of the last `record()`: layer name -> int32 [T, K] per forward.
 
         Padding is -1. A layer that ran twice in a forward has two entries. A layer that never ran
-        has an empty list.
+        has an empty list. ValueError if nothing was recorded.
 
         Args:
-            device: device of the returned tensors; None = no copy. A copy to the CPU is a host
-                sync.
-
-        Raises:
-            ValueError: if nothing was recorded.
+            device: device of the returned tensors; None = no copy. "cpu" causes a host sync.
         """
         check_arguments(RouterReplay.choices, locals())
         if self._records is None:
@@ -141,27 +135,25 @@ class RouterReplay:
         unrecorded: Unrecorded = "drop",
         strict: bool = True,
     ) -> Iterator[None]:
-        """Replay recorded choices in the context: forward i uses entry i of each layer.
+        """Replay recorded expert ids in the context: forward i uses entry i of each layer's list.
 
         Backwards may run in the context or afterwards, in any order. A forward that activation
-        checkpointing recomputes uses the choices of its first run. Choices are checked and copied
-        to the device on entry. Forwards have no additional host sync.
+        checkpointing recomputes uses the ids of its first run. Ids are checked and copied to the
+        device on entry. Forwards have no additional host sync.
 
         Args:
             choices: layer name -> integer [T, K] per forward, of this rank's tokens.
-            weights: layer name -> floating [T, K] per forward, >= 0: the factors of the experts'
-                outputs after normalization and scaling. They are constants, and only balance losses
-                give the router a gradient. With None, and in rows of -1, the router computes the
-                weights with their gradient.
-            unrecorded: the routing of a row that is -1 throughout. "drop": the token has no routed
-                expert. "route": the router chooses, for tokens that an engine did not run.
-            strict: whether an unused entry is an error at the end.
+            weights: layer name -> floating [T, K] per forward, >= 0: the combine weights after
+                normalization and scaling. The router's only gradient is then from balance losses.
+                With None, and in rows of -1, the router computes differentiable weights.
+            unrecorded: the routing of a token whose ids are all -1. "drop": no routed expert.
+                "route": the router selects experts.
+            strict: whether an entry that no forward used is an error at the end.
 
         Raises:
-            ValueError: if choices are not valid for the layers, or weights are not valid for the
-                choices (then on all data-parallel ranks); if a router is already recorded or
-                replayed; in the context, if a forward has no entry, or the entry has another number
-                of tokens.
+            ValueError: on entry, for ids that are invalid for a layer, or on all data-parallel
+                ranks for invalid weights, or if a router is already recorded or replayed; in the
+                context, if a forward has no entry, or an entry with another number of tokens.
             RuntimeError: if entries are unused at the end, unless another exception is raised; in
                 the context, if a forward follows a failed forward.
             NotImplementedError: for "route" with expert-choice routing; in the context, if a CUDA
@@ -212,14 +204,11 @@ class RouterReplay:
             run.check_complete()
 
     def select(self, forward: CountOrZero | None) -> None:
-        """Let forwards use entry `forward` of each layer's list until `replay` ends.
+        """Make forwards use entry `forward` of each layer's list until `replay` ends.
 
-        None = each forward uses the next entry. This call is for schedules that run forwards in
-        another order than the recording, or more than once. A recompute whose forward autograd
-        cannot identify also uses the selected entry. Without a selected entry the recompute fails.
-
-        Raises:
-            ValueError: outside of `replay`, or for a negative index.
+        None = each forward uses the next entry. Use this if forwards run in another order than in
+        the recording, or more than once. A recompute whose original forward is unknown uses the
+        selected entry, or fails without one. ValueError outside of `replay`, or if negative.
         """
         check_arguments(RouterReplay.select, locals())
         if self._replaying is None:
@@ -227,20 +216,20 @@ class RouterReplay:
         self._replaying.selected = forward
 
     def from_engine(self, indices: Any, layer_names: Sequence[str | None] | None = None) -> Choices:
-        """Convert an inference engine's choices to this rank's choices, int32. No collective.
+        """Convert an inference engine's expert ids to this rank's `choices`, int32. Not collective.
 
-        Row (b, s) has the experts of the model's input token at position s of sequence b. Each tp
-        rank takes its slice of every sequence.
+        Entry [b, s] has the experts of the model's input token at position s of sequence b. Each tp
+        rank selects its slice of every sequence.
 
         Args:
             indices: integers [batch, sequence, layers, K] of this data-parallel rank's sequences, a
-                tensor or array, -1 = no choice. A list has one such entry per forward.
-            layer_names: this model's name of each of the engine's layers, None for a layer to skip
-                (a dense one); None = the engine has the layers of `layer_names`, in this order.
+                tensor or array, -1 = no expert; or a list with one such entry per forward.
+            layer_names: this model's name of each engine layer; an entry None skips the layer, such
+                as a dense layer. None = the engine's layers are `self.layer_names` in order.
 
         Raises:
             ValueError: for wrong shapes, dtypes or ids, layers that are not named exactly once, or
-                a sequence that tp does not divide.
+                a sequence length that is not divisible by tp.
         """
         check_arguments(RouterReplay.from_engine, locals())
         names = list(self.layers) if layer_names is None else layer_names
@@ -260,8 +249,8 @@ class RouterReplay:
             batch_size: sequences of this data-parallel rank in each forward.
 
         Raises:
-            ValueError: for choices not valid for the layers, or if layers ran different numbers
-                of times, on different tokens, or with different K.
+            ValueError: for ids that are invalid for a layer, or if layers differ in number of
+                forwards, number of tokens or K.
         """
         check_arguments(RouterReplay.to_engine, locals())
         return convert_to_engine_indices(choices, self.layers, batch_size)

@@ -30,32 +30,30 @@ Numbers = Annotated[Tensor, "pass one number per token"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts(CheckedRecord):
-    """Sequences of one data-parallel rank with their token values; any device, no padding.
+    """n sequences of one data-parallel rank, concatenated to N tokens without padding.
+
+    Tensors may be on any device. Values where `response_mask_N` is False are ignored.
 
     Attributes:
-        tokens_N: int64 [N], sequence after sequence.
+        tokens_N: int64 [N], token ids.
         cu_seqlens: integers [n + 1], the start of each sequence, and N.
         response_mask_N: bool [N], True = a token that the policy sampled and learns from. The first
             token of a sequence has no log-probability and must be False.
-        advantages_N: floating [N], of each token.
-        old_log_probs_N: floating [N], log-probabilities by the policy that sampled; None = the
+        advantages_N: floating [N], the advantage of each token.
+        old_log_probs_N: floating [N], log-probabilities under the sampling policy; None = the
             current policy.
-        ref_log_probs_N: floating [N], log-probabilities by the reference model.
+        ref_log_probs_N: floating [N], log-probabilities under the reference model.
         weights_N: floating [N], >= 0, the weight of each token in the mean of a loss, such as
             truncated importance weights; None = 1.
-        routes_NLK: integers [N, L, K], the experts of each token in each MoE layer, to replay. The
-            model routes a token whose row is -1 throughout. See docs/rl.md.
-        route_weights_NLK: floating [N, L, K], >= 0, the factor of each expert's output, normalized
-            and scaled, as the sampling engine computed it. The factors are constants without
-            gradients to the routers. None = the current routers compute them, with gradients.
-        temperature: the sampling temperature. Logits are divided by the temperature before
-            log-probabilities are computed.
-
-    Values outside of the mask are ignored.
+        routes_NLK: integers [N, L, K], the expert ids of each token in each MoE layer, to replay.
+            The router selects experts for a token whose ids are all -1. See docs/rl.md.
+        route_weights_NLK: floating [N, L, K], >= 0, the combine weights of the sampling engine,
+            normalized and scaled; constants. None = the routers compute differentiable weights.
+        temperature: the sampling temperature, which divides logits before log-probabilities.
 
     Raises:
         ValueError: for wrong shapes and dtypes, a `cu_seqlens` that does not ascend from 0 to N, or
-            a mask with the first token of a sequence.
+            a mask that is True for the first token of a sequence.
     """
 
     tokens_N: Annotated[Tensor, "pass int64 [N]"]
@@ -102,10 +100,7 @@ class Rollouts(CheckedRecord):
 
     @classmethod
     def of(cls, prompts: Sequence[Any], responses: Sequence[Any], **token_fields: Any) -> Rollouts:
-        """Return rollouts from prompts and responses, each a list or tensor of token ids.
-
-        `token_fields` are more fields of `Rollouts` by name.
-        """
+        """Return rollouts from token ids; `token_fields` are other fields of `Rollouts` by name."""
         if len(prompts) != len(responses):
             raise ValueError(
                 f"responses ({len(responses)}) must be one per prompt ({len(prompts)}): repeat a "
@@ -163,7 +158,7 @@ class Rollouts(CheckedRecord):
         return replace(self, **changes)
 
     def take(self, sequences: Iterable[int]) -> Rollouts:
-        """Return the sequences with these indices, in this order: a mini-batch. Copies tensors."""
+        """Return a mini-batch: a copy of the sequences with indices `sequences`, in this order."""
         indices = list(sequences)
         if any(not 0 <= i < self.num_sequences for i in indices):
             raise ValueError(
@@ -178,7 +173,7 @@ class Rollouts(CheckedRecord):
         return replace(self, cu_seqlens=borders, **changes)
 
     def get_token_values(self) -> dict[str, Any]:
-        """Return the fields that have a value per token and are not None, by name."""
+        """Return {name: tensor} of the fields [N, ..] that are not None."""
         names = (f.name for f in fields(self) if f.name.endswith(("_N", "_NLK")))
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -204,19 +199,15 @@ def group_advantages(
     *,
     scale_rewards: bool = True,
 ) -> Tensor:
-    """Return the advantage of each response within its group as in GRPO, fp32 [n].
+    """Return the GRPO advantage of each response within its group, fp32 [n].
 
-    The advantage is (reward - mean of the group) / (unbiased standard deviation of the group +
-    1e-6). In a group of one response the advantage is 0.
+    The advantage is (reward - group mean) / (unbiased group standard deviation + 1e-6), and 0 in a
+    group of one response. ValueError unless rewards are one finite number per response.
 
     Args:
         rewards_n: the reward of each response.
-        groups_n: whole numbers >= 0, equal for responses to the same prompt. A group must not be
-            split between ranks.
-        scale_rewards: False = no division (arXiv:2503.20783).
-
-    Raises:
-        ValueError: if rewards are not one finite number per response.
+        groups_n: integers >= 0, equal for responses to one prompt. A group must be on one rank.
+        scale_rewards: False = no division by the standard deviation (arXiv:2503.20783).
     """
     check_arguments(group_advantages, locals())
     groups = torch.from_numpy(as_lengths(groups_n, "groups_n", 0)).to(rewards_n.device)

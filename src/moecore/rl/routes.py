@@ -35,7 +35,7 @@ from moecore.rl.rollouts import Rollouts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutedLayers:
-    """The MoE layers of a model whose expert choices ("routes") rollouts record and replay."""
+    """The MoE layers of a model whose expert ids ("routes") rollouts record and replay."""
 
     configs: Mapping[str, MoEConfig]  # by name, of all pipeline stages in the model's order
     replay: RouterReplay | None  # of this rank's stages; None = they have no MoE layer
@@ -94,11 +94,11 @@ class RoutedLayers:
                 check_entry_weights(f"Rollouts.route_weights_NLK{label}", weights_NK, ids_NK)
 
     def record_routes(self) -> AbstractContextManager[None]:
-        """Return a context that records the expert choices of forwards, for `gather_routes`."""
+        """Return a context that records the expert ids of forwards, for `gather_routes`."""
         return nullcontext() if self.replay is None else self.replay.record()
 
     def gather_routes(self, batch: RolloutBatch) -> Tensor:
-        """Return the expert ids recorded for the rows, int32 [tokens, layers, K]. Collective."""
+        """Return the recorded expert ids of the batch's tokens, int32 [N, L, K]. Collective."""
         shape = (len(batch.rollouts.tokens_N), *self.shape)
         routes_NLK = torch.full(shape, -1, dtype=torch.int32, device=self.meshes.device)
         choices = {} if self.replay is None else self.replay.choices()

@@ -38,7 +38,7 @@ FORWARD = "moecore_forward"
 
 
 class ChoiceRecorder:
-    """Records a router's choices: each call appends int32 ids [tokens, K] to `records`."""
+    """Records a router's expert ids: each forward appends int32 ids [tokens, K] to `records`."""
 
     def __init__(self, records: list[Tensor]) -> None:
         self.records = records
@@ -47,12 +47,12 @@ class ChoiceRecorder:
     def get_recorded_choice(
         self, num_tokens: int, device: torch.device, choose: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Return None, so that the router chooses."""
+        """Return None, so the router selects experts."""
         return None
 
     @torch.compiler.disable
     def observe_choice(self, ids_TK: Tensor) -> None:
-        """Append the router's choice, unless activation checkpointing recomputes the forward."""
+        """Append the router's ids, unless activation checkpointing recomputes the forward."""
         if not is_inside_backward():
             _check_not_capturing(ids_TK.device)
             # A copy: torch.compile may reuse the memory of its outputs.
@@ -60,7 +60,7 @@ class ChoiceRecorder:
             self.records.append(ids_TK.clone(memory_format=torch.contiguous_format))
 
     def make_rewind(self) -> Callable[[], None]:
-        """Return a function that removes all choices recorded after this call."""
+        """Return a function that removes all ids that are recorded after this call."""
         return partial(self.records.__delitem__, slice(len(self.records), None))
 
 
@@ -69,11 +69,11 @@ class _TapeForward:
 
 
 class TapeReplay:
-    """The replay of recorded expert choices in one `with replay.replay(...)` context.
+    """The replay of recorded expert ids in one `with replay.replay(...)` context.
 
     The mappings have layer names as keys. If `weights` is None, routers compute weights. If
-    `fills_missing`, routers choose for tokens whose ids are all -1. Each forward replays entry
-    `selected` of each list; None = the next entry.
+    `fills_missing`, routers select experts for tokens whose ids are all -1. Each forward replays
+    entry `selected` of each list; None = the next entry.
     """
 
     def __init__(
@@ -106,14 +106,14 @@ class TapeReplay:
         self._install_tapes()
 
     def end_replay(self) -> None:
-        """Remove the replay from routers, and the hooks. Later backwards still replay."""
+        """Remove the replay from routers, and the hooks. Recomputes in later backwards replay."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.selected, self._current_forward = [], None, None
         remove_tapes(self._tapes)
 
     def make_rewind(self, layer_name: str) -> Callable[[], None]:
-        """Return a function that resets layer `layer_name` to its replay position at this call."""
+        """Return a function that resets a layer's replay position to its value at this call."""
         calls, next_entry = len(self._calls[layer_name]), self._next[layer_name]
         replayed_entries = set(self._replayed_entries[layer_name])
 
@@ -135,7 +135,7 @@ class TapeReplay:
                 )
 
     def take_entry_idx(self, layer_name: str) -> int | None:
-        """Return the index of the entry that this call of a layer replays; None = replay ended."""
+        """Return the index of the entry that the layer's current call replays; None = ended."""
         if is_inside_backward():  # the entry that the recomputed forward replayed: Note [pairing]
             while self._entered_nodes:
                 _mark_upstream_nodes(self._entered_nodes.pop())
@@ -276,7 +276,7 @@ def _mark_upstream_nodes(node: Any) -> None:
 
 
 def remove_tapes(tapes: Mapping[Router, Any]) -> None:
-    """Remove these recorders or replays from their routers; newer ones are not removed."""
+    """Remove these recorders or replays from routers, unless a newer recorder replaced them."""
     for router, tape in tapes.items():
         if router.tape is tape:
             router.tape = None

@@ -26,7 +26,7 @@ from moecore.rl.rollouts import PER_TOKEN, Rollouts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
-    """Micro-batches, weights and responses of a batch, on one data rank or of the global batch."""
+    """Numbers of micro-batches and responses, and the token weight, of a local or global batch."""
 
     num_micro_batches: int  # of each rank; in the global totals, the maximum over ranks
     weight: float  # sum of the weights of response tokens
@@ -43,9 +43,9 @@ def gather_totals(
 ) -> Totals:
     """Return the totals of the global batch. Collective over the world, with a host sync.
 
-    `local_totals` is None if this rank has the error text `problem`. The values of
-    `global_entries` must be equal on all ranks, and `shared_entries` on the ranks of one
-    data-parallel rank; otherwise every rank raises a ValueError.
+    `local_totals` is None if this rank's rollouts have an error, `problem`. ValueError on every
+    rank if a rank has a problem, if `global_entries` differ between ranks, or if `shared_entries`
+    differ between the ranks of one data-parallel rank.
     """
     totals = local_totals or Totals(num_micro_batches=0, weight=0.0, num_responses=0)
     weight = torch.tensor(totals.weight, dtype=torch.float64, device="cpu").view(torch.int64)
@@ -88,7 +88,7 @@ def _hash_entries(entries: Mapping[str, Any]) -> int:
 
 
 def sum_over_data_ranks(local_value: Tensor, meshes: Meshes) -> Tensor:
-    """Return the sum of `local_value` over data-parallel ranks; tp, cp and pp ranks count once."""
+    """Sum `local_value` over data-parallel ranks, without its replicas on tp, cp and pp ranks."""
     inner = (meshes.dense.get_local_rank(name) for name in ("pp", "cp", "tp"))
     total = local_value.clone() if not any(inner) else torch.zeros_like(local_value)
     dist.all_reduce(total)
@@ -137,7 +137,7 @@ def compute_totals(rollouts: Rollouts, num_micro_batches: int, group_size: int) 
 
 
 def compute_shares(rollouts: Rollouts, mean: Mean, totals: Totals, loss_factor: float) -> Tensor:
-    """Return fp32 [N], `loss_factor` times each token's weight in the global mean of the loss."""
+    """Return each token's weight in the global mean of the loss, times `loss_factor`, fp32 [N]."""
     weights_N = _compute_weights(rollouts)
     if mean == "token":
         # This order, because a factor over weights of 1e-308 overflows.

@@ -42,8 +42,8 @@ def use_causal_attention(model: nn.Module) -> None:
 
     A forward then accepts packed documents by the arguments of transformers' FlashAttention:
     `cu_seq_lens_q`, int32 [n + 1], with tokens counted row by row, and `max_length_q`.
-    `cu_seq_lens_k` and `max_length_k` must equal these two and are ignored. Without the arguments
-    every row is one sequence.
+    `cu_seq_lens_k` and `max_length_k` must have equal values. Without these arguments, each row is
+    one sequence.
 
     A batch of `packing.PackedCollator` is passed as `model(**batch)`; MoE layers do not route the
     padding of its `padding_mask`. `position_ids` are optional; by default, positions restart with

@@ -66,7 +66,7 @@ REFUSED = {
 
 
 def find_hf_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedLayer] | None:
-    """Return the adapter (module, model) -> MoE layer of a transformers block or its experts."""
+    """Return a function (block, model) -> MoE layer for a transformers block or its experts."""
     name = type(module).__name__ if stock.is_transformers_module(module) else ""
     record = RECORDS.get(name)
     if record is not None and read_routing(module, record) is not None:

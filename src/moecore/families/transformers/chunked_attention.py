@@ -30,7 +30,7 @@ def find_chunked_layers(model: nn.Module) -> list[Any]:
 
 
 def use_chunked_attention(model: nn.Module) -> None:
-    """Disable Llama 4's chunk masks and query temperatures, which functions of this file apply."""
+    """Disable Llama 4's own chunk masks and query scales, which this file's functions replace."""
     for layer in find_modules(model, CLASS):
         if _is_chunked(layer):
             setattr(layer, CHUNK_SIZE, layer.config.attention_chunk_size)
@@ -40,7 +40,7 @@ def use_chunked_attention(model: nn.Module) -> None:
 
 
 def split_into_chunks(layer: nn.Module, sequence: Sequence, q_BHTd: Tensor) -> Sequence:
-    """Return `sequence` with the layer's chunks, if it has chunks, as documents."""
+    """Return `sequence` with the layer's attention chunks, if it has chunks, as documents."""
     size: int | None = getattr(layer, CHUNK_SIZE, None)
     if size is None:
         return sequence

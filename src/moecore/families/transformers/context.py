@@ -87,7 +87,7 @@ class CausalContext:
         self._add_context_parallel_hooks().cp = cp
 
     def apply_context_groups(self, groups: Mapping[int, ContextParallel]) -> None:
-        """Register {cp size: ranks}; a forward's argument `cp` selects one of the groups."""
+        """Register {cp size: cp ranks}; the argument `cp` of a forward selects the size."""
         self._add_context_parallel_hooks().groups = groups
 
     def _add_context_parallel_hooks(self) -> RowReader:

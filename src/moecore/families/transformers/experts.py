@@ -35,7 +35,7 @@ SLOPES, LIMITS = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")
 
 
 def find_experts_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedExperts] | None:
-    """Return `route_experts` for an experts module with transformers' interface, otherwise None."""
+    """Return `route_experts` if an experts module has transformers' interface, otherwise None."""
     is_known = all(hasattr(module, flag) for flag in FLAGS) or type(module).__name__ in UNFLAGGED
     return route_experts if stock.is_transformers_module(module) and is_known else None
 
@@ -75,10 +75,10 @@ def get_used_parameters(experts: Any) -> dict[str, nn.Parameter]:
 
 
 def read_experts(experts: Any, layout: ExpertLayout) -> tuple[dict[str, Any], OwnActivation | None]:
-    """Return sizes, activation and biases as fields of `MoEConfig`, and the module's activation.
+    """Return `MoEConfig` fields (sizes, activation, biases), and the module's own activation.
 
-    The second result is None if one of moecore's activations equals the module's activation.
-    NotImplementedError for an activation that mixes columns.
+    The second result is None if a moecore activation equals the module's activation.
+    NotImplementedError for an activation that is not elementwise.
     """
     num_experts, sizes = len(getattr(experts, layout.w2)), getattr(experts, layout.w1).shape[1:]
     fc1_dim, dim = reversed(sizes) if layout.transposed else sizes
@@ -187,7 +187,7 @@ def get_image_mask(
 
 
 def hook_vision_experts(model: nn.Module) -> None:
-    """Make image experts also run without images, because all ranks join all-to-alls."""
+    """Run image experts also in forwards without images, since all ranks must join all-to-alls."""
     for block in model.modules():
         if has_vision_experts(block):
             block.register_forward_hook(_run_vision_experts_on_text, with_kwargs=True)

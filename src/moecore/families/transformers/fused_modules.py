@@ -46,14 +46,14 @@ SIZES = (1.0, 1e-3)  # magnitudes of the test elements; eps matters only at the 
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Replace in place the forward of RMS norms by one that uses the fused kernel on GPUs."""
+    """Replace the forward of RMS norms, in place, by a forward with the fused GPU kernel."""
     for module in model.modules():
         if "RMSNorm" in type(module).__name__ and is_rms_norm(module):
             module.forward = MethodType(_apply_rms_norm, module)
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    """Whether a module equals `F.rms_norm` on random CPU input; the module may be on meta."""
+    """Whether a module computes `F.rms_norm` on random CPU input; the module may be on meta."""
     eps, weight = _get_eps(module), getattr(module, "weight", None)
     has_other_tensors = len(list(module.parameters())) + len(list(module.buffers())) != 1
     has_other_inputs = len(signature(type(module).forward).parameters) != 2  # self and x

@@ -26,7 +26,7 @@ NATIVE = {
 
 
 def guard_models(model: nn.Module) -> None:
-    """Make transformers models refuse to save shards and to accept arguments of `Decoder`."""
+    """Make transformers models raise if they save shards or receive arguments of `Decoder`."""
     for module in model.modules():
         if stock.is_pretrained(module):
             hf: Any = module
@@ -94,8 +94,8 @@ def _warn_if_cache_is_used(module: Any, args: Any, kwargs: dict[str, Any]) -> No
 class ShardedDeviceMap(Mapping[str, str]):
     """An empty device map whose length raises, so that accelerate and Trainer refuse a model.
 
-    accelerate calls `len(model.hf_device_map)` before it wraps a model. `generate` and other
-    readers find an empty map. `name` is the model's class in the error.
+    accelerate calls `len(model.hf_device_map)` before it wraps a model. `generate` and other code
+    read an empty map. `name` is the model's class in the error.
     """
 
     def __init__(self, name: str) -> None:
@@ -116,7 +116,7 @@ class ShardedDeviceMap(Mapping[str, str]):
 
 
 def refuse_accelerate(model: nn.Module) -> None:
-    """Make accelerate and Trainer raise an error if they receive a model or a model in it."""
+    """Make accelerate and Trainer raise if they receive `model` or a transformers model in it."""
     for module in model.modules():
         if module is model or stock.is_pretrained(module):
             module.hf_device_map = ShardedDeviceMap(type(module).__name__)  # type: ignore[assignment]

@@ -97,7 +97,7 @@ class Logits(Tensor):
         return logits
 
     def compute_values(self) -> Tensor:
-        """Return the values, a plain tensor; during the model's forward they are differentiable."""
+        """Return the logits as a plain tensor, differentiable only during the model's forward."""
         source = self.source
         is_gone = source.is_over or sum_version_counters(source.weight) != source.version
         if source.has_ended and (is_gone or torch.is_grad_enabled()):
@@ -242,7 +242,7 @@ def find_plain_heads(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Linear]]:
 
 
 def fuse_loss(model: nn.Module, recipe: Recipe | None) -> None:
-    """Make head and loss run together, in chunks of tokens and with this FP8 recipe, in place."""
+    """Compute head and loss together in chunks of tokens, in place; `recipe` None = no FP8."""
     for outer, head in find_plain_heads(model):
         head.__class__ = HeadWithoutLogits
         head.loss_recipe = recipe  # type: ignore[assignment]
@@ -270,7 +270,7 @@ def _end_forward(model: nn.Module, _args: Any, _output: Any) -> None:
 
 
 def hook_vocabulary(model: nn.Module, tp: TensorParallel) -> list[nn.Module]:
-    """Add tp collectives to embeddings and heads; return the modules to shard by vocabulary."""
+    """Add tp collectives to embeddings and heads; return modules to shard in the vocabulary dim."""
     # Other classes, and a vocabulary that tp does not divide, are replicated.
     embeddings = list[nn.Module]()
     for outer in find_outermost_models(model):

@@ -41,13 +41,13 @@ def find_linear_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def find_linear_rule(module: nn.Module) -> str | None:
-    """Return the name of the recurrence that a module's forward calls; None = it calls none."""
+    """Return the name of the recurrence that a module's forward calls; None = no recurrence."""
     call = stock.find_names_in_forward(module)
     return next((rule for rule in RULES if rule in call), None) if CONVOLUTION in call else None
 
 
 def accept_sequence_argument(model: nn.Module) -> None:
-    """Make linear attention and short convolutions read a `Sequence` argument, in all models."""
+    """Make linear attention and short convolutions accept a `Sequence`; patches modeling files."""
     convolutions = stock.find_modules(model, *SHORT_CONVOLUTIONS)
     for layer in convolutions:
         layer.register_forward_pre_hook(_check_no_layer_cache, with_kwargs=True)
@@ -64,7 +64,7 @@ def accept_sequence_argument(model: nn.Module) -> None:
 
 
 def disable_fused_layer(module: nn.Module) -> None:
-    """Disable the kernel of a complete layer, which would skip hooks of the output projection."""
+    """Disable the kernel that fuses a full layer and would skip hooks of the output projection."""
     of_file = inspect.unwrap(type(module).forward).__globals__
     if SHORTCUT in of_file:
         of_file[SHORTCUT] = _skip_fused_layer

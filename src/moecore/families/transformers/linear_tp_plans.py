@@ -50,7 +50,7 @@ class _LinearHeads:
 
 
 def plan_linear_attention(name: str, module: Any, tp: int) -> ModulePlan | str:
-    """Return how a linear attention layer is sharded by heads, or why it is replicated."""
+    """Return how a linear attention layer is sharded by heads, or why it stays replicated."""
     layer = LAYERS[find_linear_rule(module) or ""](module, tp)
     groups = [heads for heads, _ in layer.channels]
     if any(n % tp for n in layer.heads) or any(n % tp and tp % n for n in groups):

@@ -66,7 +66,7 @@ class _WrappedExperts:
 
 @contextmanager
 def unwrap_experts(model: nn.Module) -> Iterator[list[_WrappedExperts]]:
-    """Return a context in which experts replace their peft wrappers; undone if the body raises."""
+    """Return a context that replaces peft wrappers by their experts; an exception reverts this."""
     wrappers = list(_find_wrapped_experts(model)) if "peft" in sys.modules else []
     for wrapper in wrappers:
         wrapper.parent._modules[wrapper.child] = wrapper.experts
@@ -79,7 +79,7 @@ def unwrap_experts(model: nn.Module) -> Iterator[list[_WrappedExperts]]:
 
 
 def adapt_experts(wrapped: list[_WrappedExperts], layers: Mapping[str, RoutedLayer]) -> None:
-    """Move LoRA matrices of peft's `wrapped` experts to `Experts.lora` of the MoE layers."""
+    """Move the LoRA matrices of `wrapped` experts to `Experts.lora` of the MoE layers."""
     places = {f"{name}.{m.get_part_name('experts')}".rstrip("."): m for name, m in layers.items()}
     for wrap in wrapped:
         layer = places.get(f"{wrap.block}.{wrap.child}")
@@ -111,7 +111,7 @@ def adapt_experts(wrapped: list[_WrappedExperts], layers: Mapping[str, RoutedLay
 
 
 def refuse_peft_methods(model: nn.Module) -> None:
-    """Make peft's methods that need full parameters, and adapters that are added later, raise."""
+    """Make peft methods that need full parameters raise; also adapters added after sharding."""
     _forbid_methods(model, REPLACED, "on a parallelized model, whose tensors are shards")
     # Users call get_peft_model on the outermost transformers model.
     outermost = next((m for m in model.modules() if is_pretrained(m)), None)
@@ -178,7 +178,7 @@ def get_base_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[st
 
 
 def select_trained_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of the module copies that peft trains, by the original modules' names."""
+    """Return tensors of peft's trained module copies (`modules_to_save`) by the original name."""
     _, moved_prefixes = _list_peft_prefixes(model)
     copy_of = {}
     for path, module in model.named_modules():
@@ -309,14 +309,14 @@ def _make_expert_lora_class() -> type[LowRank]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoRAOptions(CheckedRecord):
-    """Low-rank adapters of peft in place of a change of all weights.
+    """LoRA adapters of peft; all other weights are frozen.
 
     Attributes:
         rank: columns of A and rows of B.
         alpha: numerator of the scale of B A: alpha / rank, or with `rslora` alpha / sqrt(rank).
         rslora: whether the scale is rank-stabilised (arXiv:2312.03732).
-        dora: whether a trained vector scales each row of W + s B A to its norm (arXiv:2402.09353);
-            only without adapters of `experts`.
+        dora: whether a trained vector is the norm of each row of W + scale B A (arXiv:2402.09353);
+            requires `experts` False.
         rank_pattern: "PATTERN=RANK" for layers of another rank, as in peft: a regular expression
             that the end of a layer's name matches. The first match counts.
         alpha_pattern: "PATTERN=ALPHA" for layers of another alpha.

@@ -17,7 +17,7 @@ Stack = tuple[tuple[int, int], ...]
 
 
 def iterate_local_rows(sections: Stack, rank: int, tp: int) -> Iterator[slice]:
-    """Yield the rows of this rank's heads in each section (heads, rows per head) of a matrix."""
+    """Yield a slice of rows, this rank's heads, per section (heads, rows per head) of a matrix."""
     # If a section has fewer heads than `tp`, several ranks have the same head.
     # Example: 4 heads of 8 rows, then 1 head of 8 rows. Rank 1 of 2 has rows 16:32 and 32:40.
     start = 0
@@ -29,7 +29,7 @@ def iterate_local_rows(sections: Stack, rank: int, tp: int) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True)
 class ModulePlan:
-    """How tp ranks shard one module: names of its linears and parameters by kind of sharding."""
+    """How tp shards a module: the names of linears and parameters by kind of sharding."""
 
     columns: tuple[str, ...]  # column-parallel linears; a rank computes a part of the outputs
     row: str  # the row-parallel linear that reads these outputs; its outputs are all-reduced

@@ -84,7 +84,7 @@ SPARSE = ("indexed_attention", "deepseek_sparse_attention")  # the second: trans
 def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> str | None:
     """Return which part of a model forbids packed documents and cp, as text; None = no part.
 
-    If `has_row_inputs`, `use_causal_attention` was called. Further kinds of layers then support
+    `has_row_inputs` means that `use_causal_attention` was called: more kinds of layers then support
     documents, and inputs of image and audio encoders are refused.
     """
     config: Any = model.config

@@ -72,10 +72,7 @@ class StagedCausal:
         return module
 
     def set_submodule(self, target: str, module: nn.Module) -> None:
-        """Replace a module.
-
-        After the first `AbsentModule`, direct calls of the model raise errors.
-        """
+        """Replace a module; after the first `AbsentModule`, direct calls of the model raise."""
         self.model.set_submodule(target, module)
         if isinstance(module, AbsentModule) and not hasattr(self.model, IS_CUT):
             setattr(self.model, IS_CUT, True)
@@ -98,7 +95,7 @@ class StagedCausal:
         return int(self.model.config.get_text_config().hidden_size)
 
     def check_inputs(self, inputs: Mapping[str, Any]) -> None:
-        """Raise ValueError for a micro-batch that stages cannot run."""
+        """Raise ValueError for arguments that a pipeline stage does not support, such as masks."""
         refused_inputs = [n for n in REFUSED if not (inputs.get(n) is None or inputs[n] is False)]
         if getattr(self.model.config.get_text_config(), "output_router_logits", False):
             refused_inputs.append("output_router_logits")

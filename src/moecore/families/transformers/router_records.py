@@ -79,7 +79,7 @@ MAX_NORM_MIN = 1e-12  # a larger bound of the sum of weights would change weight
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterRecord:
-    """The routing rule of a class of blocks: how options are read from router or block."""
+    """How to read the routing options of a class of MoE blocks from the block or its router."""
 
     layout: LayerLayout = STACKED  # names of the block's parts, except inside its experts module
     # Of the logits, unless the router has `expert_selection_fn`; None = the module `score_fn`.

@@ -28,7 +28,7 @@ ARGUMENT = "adapter_ids"  # keyword argument of a forward
 
 
 def accept_adapter_ids(model: nn.Module) -> None:
-    """Make forwards of a model with LoRA adapters accept `adapter_ids`, in place."""
+    """Make forwards accept `adapter_ids`, the LoRA adapter of each row, in place."""
     tuners: list[Any] = [module for module in model.modules() if is_tuner_layer(module)]
     names = {name for t in tuners for kind in t.adapter_layer_names for name in getattr(t, kind)}
     if not names:

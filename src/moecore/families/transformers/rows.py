@@ -83,7 +83,7 @@ class RowReader:
                 layer.register_forward_pre_hook(tell, with_kwargs=True, prepend=True)
 
     def build_sequence(self, tokens: Tensor, inputs: Kwargs) -> Sequence:
-        """Return a forward's documents, padding and local tokens; `tokens` are of full rows."""
+        """Return documents, padding and this cp rank's tokens; `tokens` has unsharded rows."""
         shape, device = (tokens.shape[0], tokens.shape[1]), tokens.device
         cu_seqlens = _get_first_argument(inputs, DOCUMENTS)
         longest = _get_first_argument(inputs, LONGEST)
@@ -119,7 +119,7 @@ class RowReader:
         return replace(sequence, padding_mask_BT=mask_BT)
 
     def select_ranks(self, cp: int | None) -> ContextParallel | None:
-        """Return the cp ranks for a forward's argument `cp`; None = each rank has full rows."""
+        """Return the cp ranks for the forward argument `cp`; None = no context parallelism."""
         return select_cp_ranks(cp, self.cp, self.groups)
 
     def _pass_sequence(self, base: nn.Module, args: Any, kwargs: Kwargs) -> stock.Arguments:

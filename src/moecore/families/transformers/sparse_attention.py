@@ -45,7 +45,7 @@ BY_PAIRS, BY_HALVES = "apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb"
 
 
 def find_sparse_attention(model: nn.Module) -> list[Any]:
-    """Return a model's sparse attention modules: queries read only keys that an indexer selects."""
+    """Return a model's sparse attention modules, in which an indexer selects keys per query."""
     layers = find_modules(model, *CLASSES)
     return [layer for layer in layers if layer.indexer is not None or hasattr(layer, "skip_topk")]
 
@@ -217,7 +217,7 @@ def _update_cache(
 
 
 def refuse_cached_keys(num_tokens: int, num_keys: int) -> None:
-    """Raise ValueError if there are more keys than tokens, so that some keys are from a cache."""
+    """Raise ValueError if `num_keys` > `num_tokens`: the other keys are from a key/value cache."""
     if num_keys != num_tokens:
         raise ValueError(
             f"tokens ({num_tokens}) must be as many as their keys ({num_keys}) for "

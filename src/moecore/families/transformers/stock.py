@@ -47,7 +47,7 @@ def find_modules(model: nn.Module, *class_names: str) -> list[Any]:
 
 
 def find_outermost_models(module: nn.Module) -> Iterator[Any]:
-    """Yield each outermost `PreTrainedModel` in a module, or the module if it is one."""
+    """Yield each outermost `PreTrainedModel` in a module; the module itself if it is a model."""
     if is_pretrained(module):
         yield module
         return
@@ -113,7 +113,7 @@ def has_causal_loss(model: Any) -> bool:
 
 
 def is_stock_forward(module: nn.Module, class_name: str) -> bool:
-    """Whether a module is of transformers' class `class_name` and runs the class's own forward."""
+    """Whether a module is of transformers' class `class_name` with an unpatched forward."""
     is_class = is_transformers_module(module) and type(module).__name__ == class_name
     return is_class and "forward" not in vars(module) and is_stock(type(module).forward)
 
@@ -129,7 +129,7 @@ def refuse_customised_block(
 ) -> None:
     """Raise NotImplementedError for a block with code that is not from transformers.
 
-    Children that the new layer would drop are also refused, unless they are in `child_names`.
+    This includes child modules that neither `layout` nor `child_names` names.
     """
     home = (type(block).__module__,)
     kind = type(block).__name__

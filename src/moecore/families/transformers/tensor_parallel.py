@@ -158,7 +158,7 @@ def _slice_buffer(tp: TensorParallel, buffer_name: str, dim: int, module: nn.Mod
 
 
 class FullRowsLinear(nn.Linear):
-    """A linear with a replicated weight; this rank computes only the output columns `rows`."""
+    """A linear with a replicated weight that computes only output columns (weight rows) `rows`."""
 
     rows: list[slice]
 
@@ -169,7 +169,7 @@ class FullRowsLinear(nn.Linear):
 
 
 class LocalHeadsConfig:
-    """A proxy of a config: only `num_attention_heads` differs, and is the number on this rank."""
+    """A proxy of a config whose `num_attention_heads` is the number of this tp rank's heads."""
 
     def __init__(self, config: Any, num_attention_heads: int) -> None:
         self._config, self.num_attention_heads = config, num_attention_heads
@@ -382,7 +382,7 @@ class TokenSliceHooks:
 
 
 class GradientShareHooks:
-    """Hooks on a model's output: backward starts on each tp rank with 1 / tp of the gradient."""
+    """Hooks on a model's output that divide its gradient by tp on each tp rank."""
 
     def __init__(self, tp: TensorParallel, model: nn.Module) -> None:
         self._size, self._state = tp.size, threading.local()

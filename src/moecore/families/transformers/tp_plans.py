@@ -47,7 +47,7 @@ FUSED_BY_HEAD = {
 
 
 def plan_modules(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModulePlan], list[str]]:
-    """Return {module: plan} of the modules to shard, and a line with the reason per other class."""
+    """Return {module: plan} to shard, and a line of reason per class that stays replicated."""
     plans, replicated_types = dict[nn.Module, ModulePlan](), dict[type, str]()
     names = {module: name for name, module in model.named_modules()}
     layers = [m for m in model.modules() if isinstance(m, MoELayer)]
@@ -69,7 +69,7 @@ def plan_modules(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModulePlan]
 
 
 def plan_attention(name: str, module: Any, tp: int) -> ModulePlan | str:
-    """Return how an attention module is sharded by heads, or the reason why it is replicated."""
+    """Return how an attention module is sharded by heads, or why it stays replicated."""
     if type(module).__name__ in FUSED_BY_HEAD:
         return _plan_qkv_by_head(name, module, tp)
     if type(module).__name__ in STACKED:
@@ -182,7 +182,7 @@ def _find_sharding_problem(module: nn.Module, known_names: set[str], num_heads: 
 
 
 def plan_mlp(name: str, module: nn.Module, tp: int) -> ModulePlan | None:
-    """Return how an MLP's hidden dim is sharded, or None if it is replicated."""
+    """Return how an MLP's hidden dim is sharded, or None if the MLP stays replicated."""
     parts = {n: m for n, m in module.named_children() if next(m.parameters(), None) is not None}
     names = next((names for names in (*MLPS, *FUSED_MLPS) if set(names) == parts.keys()), None)
     if names is None or any(p is not None for p in module._parameters.values()):

@@ -60,7 +60,7 @@ class TitanLayer(MoELayer):
 
     @torch.no_grad()
     def init_parameters(self, initialisers: Fills, init_shared: Callable[[Any], Any]) -> None:
-        """Initialise all parameters by module and parameter name, and the selection bias with 0."""
+        """Initialize parameters by `initialisers[module][parameter]`, and selection biases to 0."""
         for role, by_name in initialisers.items():
             for name, fill in by_name.items():
                 if (param := getattr(self.get_part(role), name)) is not None:
@@ -75,7 +75,7 @@ class TitanLayer(MoELayer):
 def adopt_block(
     layer_class: type[Layer], block: Any, model: nn.Module, *, update_bias: bool = True
 ) -> Layer:
-    """Return a `layer_class` with the parameters of a torchtitan MoE block of known classes."""
+    """Return a `layer_class` with the parameters of a torchtitan block of known classes."""
     for path, classes in layer_class.known_classes.items():
         part = attrgetter(path)(block)
         if type(part) not in classes:

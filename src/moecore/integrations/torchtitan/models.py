@@ -50,7 +50,7 @@ class DecoderArgs:
     even_load: bool = False  # the job's `debug.moe_force_load_balance`
 
     def update_from_config(self, config: Any, **_: Any) -> None:
-        """Set `hf_weights` and `even_load` from torchtitan's config, in place."""
+        """Set `hf_weights` and `even_load` from torchtitan's job config, in place."""
         seq_len, max_seq_len = config.training.seq_len, self.decoder.max_seq_len
         if seq_len > max_seq_len:
             raise ValueError(
@@ -92,7 +92,7 @@ class LossDecoder(Decoder):
 
 
 def make_document_inputs(starts_BT: Tensor) -> dict[str, Any]:
-    """Return `positions` [B, T], `cu_seqlens` and `max_seqlen` of documents. Host sync."""
+    """Return documents' positions [B, T], cu_seqlens and max_seqlen from start flags. Host sync."""
     starts_BT = starts_BT.clone()
     starts_BT[:, 0] = True
     (first_n,) = starts_BT.flatten().nonzero(as_tuple=True)
@@ -107,14 +107,14 @@ def make_document_inputs(starts_BT: Tensor) -> dict[str, Any]:
 
 
 def divide_by_cp(model: nn.Module, loss: Tensor) -> Tensor:
-    """Return loss / cp as value, but with the gradient of `loss`: torchtitan sums over cp."""
+    """Return loss / cp with the gradient of `loss`, because torchtitan sums losses over cp."""
     request = get_request(model)
     cp = 1 if request is None else request.meshes.parallel.cp
     return loss if cp == 1 else loss + (loss / cp - loss).detach()
 
 
 class HFArgs:
-    """torchtitan's arguments of a transformers model. No dataclass: 0.2 would log it as JSON."""
+    """torchtitan's model arguments of a transformers model."""  # no dataclass: 0.2 would log it
 
     assets = "hf_assets_path"  # the job's field with the directory
 
@@ -125,7 +125,7 @@ class HFArgs:
         self.hf_weights: str | None = None  # the job's `moecore.hf_weights`
 
     def update_from_config(self, config: Any, **_: Any) -> None:
-        """Set `hf_config` and `hf_weights` from a job's config; raise for an unsupported model."""
+        """Set `hf_config` and `hf_weights` from a job's config; raises for unsupported models."""
         source = attrgetter(self.assets)(config) if self.source is None else self.source
         self.hf_config = _read_config(source, self.assets)
         self.hf_weights = get_moecore_options(config).hf_weights
@@ -267,10 +267,7 @@ def parallelize_hf_model(
     balance: BalanceConfig | None,
     **_: Any,
 ) -> nn.Module:
-    """Replace the MoE blocks of an HFModel, set `balance` unless None, and shard the model.
-
-    This is torchtitan's `parallelize_fn`.
-    """
+    """Replace MoE blocks of an HFModel, set `balance` unless None, and shard: a parallelize_fn."""
     if parallel_dims.tp > 1:
         raise NotImplementedError(
             f"parallelism.tensor_parallel_degree ({parallel_dims.tp}) must be 1 for a Hugging Face "

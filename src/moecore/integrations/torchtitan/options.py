@@ -129,7 +129,7 @@ MoECore: Any = make_section(
 
 @dataclass
 class JobConfig:
-    """The fields that torchtitan merges into its own JobConfig."""
+    """The fields that torchtitan merges into its JobConfig."""
 
     moecore: MoECore = field(default_factory=MoECore)
 
@@ -143,7 +143,7 @@ def get_moecore_options(job_config: Any) -> Any:
 def make_parallelize_arguments(
     moecore_section: Any, parallel: ParallelConfig, **fsdp_fields: Any
 ) -> dict[str, Any]:
-    """Convert a job's section to the arguments of `parallelize_moe`, except balance options."""
+    """Convert a job's section `moecore` to arguments of `parallelize_moe`, except balance."""
     keywords = read_arguments(moecore_section, "moecore", without=("dispatch", "moe", "fsdp"))
     section = moecore_section.dispatch
     dispatch = read_arguments(section, "moecore.dispatch")
@@ -177,7 +177,7 @@ NEEDS = {
 
 
 def make_import_error(error: ModuleNotFoundError, module: str) -> ImportError:
-    """Return the error that names the torchtitan version that a module ("v02.specs") needs."""
+    """Return the ImportError for a module ("v02.specs") that needs another torchtitan version."""
     if (error.name or "").partition(".")[0] == "triton":
         return ImportError(
             "triton (None) must be installed for torchtitan, which imports it; CPU builds of torch "

@@ -44,7 +44,7 @@ Rule = tuple[str, Any, bool, str]  # field, value, whether it is an error, requi
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """Functions and classes that differ between torchtitan versions; `Any` is a job's config."""
+    """Functions and classes that differ between torchtitan versions."""  # Any: a job's config
 
     rules: Callable[[Any, ParallelDims, bool], list[Rule]]  # bool: forward returns a loss
     block: type  # torchtitan's class of MoE blocks
@@ -62,7 +62,7 @@ def parallelize_titan_model(
     update_bias: bool,
     **_: Any,
 ) -> nn.Module:
-    """Replace a torchtitan model's MoE blocks and shard the model: a parallelize_fn."""
+    """Replace MoE blocks of a torchtitan model, and shard the model: a parallelize_fn."""
     check_job(job, parallel_dims, version, returns_loss=False)
     weights = get_moecore_options(job).hf_weights
     if weights is not None:
@@ -90,7 +90,7 @@ def parallelize_own_loss_model(
 def check_job(
     job: Any, parallel_dims: ParallelDims, version: Version, *, returns_loss: bool
 ) -> None:
-    """Raise NotImplementedError for options that a job must not set."""
+    """Raise NotImplementedError for options of a job that moecore does not support."""
     tp, rules = parallel_dims.tp, version.rules(job, parallel_dims, returns_loss)
     rules += _list_titan_rules(job, parallel_dims)
     rules += _list_common_rules(job, parallel_dims, returns_loss)
@@ -168,7 +168,7 @@ def _list_common_rules(job: Any, parallel_dims: ParallelDims, returns_loss: bool
 
 
 def check_model(option_name: str, model_class: type, known_classes: Iterable[type]) -> None:
-    """Raise NotImplementedError if the model class of `option_name` extends no known class."""
+    """Raise NotImplementedError unless `option_name`'s model class extends a known class."""
     if not issubclass(model_class, tuple(known_classes)):
         raise NotImplementedError(
             f"{option_name} ({model_class.__qualname__}) must be one of "
@@ -178,7 +178,7 @@ def check_model(option_name: str, model_class: type, known_classes: Iterable[typ
 
 
 def refuse_custom_function(option_name: str, value: Any, known_values: Container[Any]) -> None:
-    """Raise for an option's value that moecore would replace, unless it is in `known_values`."""
+    """Raise NotImplementedError if an option that moecore replaces is not in `known_values`."""
     if value not in known_values:
         raise NotImplementedError(
             f"{option_name} ({value!r:.80}) must be torchtitan's own, because moecore's takes its "
@@ -187,7 +187,7 @@ def refuse_custom_function(option_name: str, value: Any, known_values: Container
 
 
 def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
-    """Compile blocks, if the job enables it, and shard the model by `parallelize_moe`."""
+    """Compile blocks, if the job enables torch.compile, and shard by `parallelize_moe`."""
     options, p = get_moecore_options(job), meshes.parallel
     keeps = job.parallelism.fsdp_reshard_after_forward == "never"
     request = make_parallelize_arguments(
@@ -255,7 +255,7 @@ def _unwrap_checkpoint(block: nn.Module) -> nn.Module:
 
 
 def remove_router_name(names: list[str]) -> list[str]:
-    """Return the names of modules that checkpointing recomputes, without the router's gate."""
+    """Return `names`, modules whose matmuls are always recomputed, without the router's gate."""
     return [name for name in names if name != "moe.router.gate"]
 
 
@@ -265,7 +265,7 @@ def is_compiled_job(job: Any) -> bool:
 
 
 def make_meshes(parallel_dims: ParallelDims) -> Meshes:
-    """Build moecore's meshes with torchtitan's degrees and order of ranks. Collective."""
+    """Build moecore's meshes with torchtitan's degrees and rank order. Collective."""
     d = parallel_dims
     parallel = ParallelConfig(
         dp_replicate=d.dp_replicate,

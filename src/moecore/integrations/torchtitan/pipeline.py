@@ -19,13 +19,13 @@ from moecore.train.step import TrainStep
 
 
 class StageSchedule:
-    """Base class of pipeline schedules for torchtitan's Trainer; a `TrainStep` runs the model."""
+    """Base class of pipeline schedules for torchtitan's Trainer, which run a `TrainStep`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def run_micro_batches(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-        """Run forward and backward of micro-batches by name; return losses divided by cp."""
+        """Run forward and backward; a micro-batch is {argument: value}. Return losses / cp."""
         step = getattr(self.model, STEP, None)
         if step is None:  # in the first step, because the constructor runs before initialisation
             step = TrainStep(self.model, num_micro_batches=len(micro_batches))
@@ -98,7 +98,7 @@ class MicroBatchSchedule(StageSchedule):
 
 
 def check_stages(model: nn.Module, pp: int) -> None:
-    """Raise NotImplementedError unless the model is a LossDecoder without MTP and tied weights."""
+    """Raise NotImplementedError unless the model is a LossDecoder with no MTP or tied weights."""
     if not isinstance(model, LossDecoder):
         raise NotImplementedError(
             f"parallelism.pipeline_parallel_degree ({pp}) must be 1 for {type(model).__name__}: "

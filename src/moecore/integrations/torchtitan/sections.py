@@ -25,13 +25,13 @@ SOURCE = "moecore_source"  # attribute of a section: the function and the types 
 def make_section(
     source: Callable[..., Any], *, without: tuple[str, ...] = (), **replacements: tuple[Any, Any]
 ) -> Any:
-    """Return a dataclass with a field for each keyword-only argument of `source`.
+    """Return a config section: a dataclass with a field per keyword-only argument of `source`.
 
     Args:
         source: a dataclass or a function. Types are converted, such as a dtype to a str.
         without: arguments that do not become fields.
         replacements: name -> (type, default) of replaced or additional fields. The type may be a
-            section; its default None means the section's defaults.
+            section, for which the default None stands for the section's defaults.
     """
     owner: Any = source if not isclass(source) or is_dataclass(source) else source.__init__
     hints, fields = get_type_hints(owner), {}
@@ -47,14 +47,14 @@ def make_section(
 
 
 def call_section(section: Any, path: str) -> Any:
-    """Call the function of a section with its fields; `path` names the section in errors."""
+    """Call the `source` of a section with its fields; `path` names the section in errors."""
     source = getattr(section, SOURCE)[0]
     keywords = read_arguments(section, path)
     return replace_name_in_errors(lambda: source(**keywords), source, path)
 
 
 def replace_name_in_errors(build_record: Callable[[], Any], source: Any, path: str) -> Any:
-    """Return build_record(), and replace the name of `source` in its ValueError by `path`."""
+    """Return build_record(); a ValueError names `path` instead of the name of `source`."""
     try:
         return build_record()
     except ValueError as error:
@@ -62,9 +62,9 @@ def replace_name_in_errors(build_record: Callable[[], Any], source: Any, path: s
 
 
 def read_arguments(section: Any, path: str, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return {name: value} of the arguments that a section's fields set for its function.
+    """Return the arguments {name: value} for a section's `source`, except `without`.
 
-    A nested section becomes the result of its function, or None if `enable` is False.
+    A nested section becomes the result of its source, or None if its `enable` is False.
     """
     hints = getattr(section, SOURCE)[1]
     values = {}
@@ -97,7 +97,7 @@ def list_changed_fields(section: Any) -> list[str]:
 
 
 def is_disabled(section: Any, path: str) -> bool:
-    """Whether the section at `path` is disabled; ValueError if it is, but sets fields."""
+    """Whether a section is disabled; ValueError if a disabled section has changed fields."""
     if getattr(section, "enable", True):
         return False
     if names := list_changed_fields(section):

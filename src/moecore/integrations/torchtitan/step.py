@@ -22,7 +22,7 @@ STEP = "moecore_step"  # attribute of a model with pipeline stages: its TrainSte
 
 
 def register_step_hooks(optimizers: Any, model_parts: list[nn.Module], *_: Any) -> None:
-    """Register optimizer hooks that update selection biases, metrics and amax histories."""
+    """Register optimizer hooks that update selection biases, metrics and FP8 amax histories."""
     delayed = [part for part in model_parts if has_amax_history(part)]
 
     def before_step(*_: Any) -> None:
@@ -45,7 +45,7 @@ def register_step_hooks(optimizers: Any, model_parts: list[nn.Module], *_: Any) 
 
 
 def add_amax_to_state_dict(optimizers: Any, model_parts: list[nn.Module]) -> None:
-    """Add the amax histories of the model parts to the state dict of torchtitan's optimizers."""
+    """Add FP8 amax histories of model parts to the state dict of torchtitan's optimizers."""
     save, load = optimizers.state_dict, optimizers.load_state_dict
     histories = {n: h for part in model_parts for n, h in list_amax_histories(part).items()}
     device = next(model_parts[0].parameters()).device
@@ -118,7 +118,7 @@ class MoEMetricsProcessor(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """Log as torchtitan does, then the load on a second line; up to four more host syncs."""
+        """Log as torchtitan does, then expert loads on a second line; up to 4 more host syncs."""
         extra = dict(extra_metrics or {})
         for part in self.model_parts or ():
             get_capacity(part).wait_and_raise_errors()

@@ -73,7 +73,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 
 def check_model(model: nn.Module, args: TrainingArguments) -> None:
-    """Raise ValueError if a model's loss or parallel degrees do not fit the Trainer's arguments."""
+    """Raise ValueError if Trainer's arguments do not support a model's loss or parallel degrees."""
     state = get_moe_state(model)
     if state.loss != "mean" and not is_dynamic(model):
         raise ValueError(
@@ -95,12 +95,12 @@ def check_model(model: nn.Module, args: TrainingArguments) -> None:
 
 
 def shards_rows(model: nn.Module) -> bool:
-    """Whether cp shards rows, so that each rank has logits of a part of each row."""
+    """Whether cp shards rows, so each rank has logits of only a part of each row."""
     return is_dynamic(model) or get_moe_state(model).groups.cp > 1
 
 
 def check_logits(trainer: Trainer, *, overrides_prediction: bool) -> None:
-    """Raise ValueError if an option or an override of a trainer reads the logits of full rows."""
+    """Raise ValueError if an option or overridden method of a trainer reads full rows' logits."""
     args, cp = trainer.args, get_moe_state(trainer.model).groups.cp
     function, smoothing = trainer.compute_loss_func, args.label_smoothing_factor
     class_name, own_loss = type(trainer).__name__, type(trainer).compute_loss

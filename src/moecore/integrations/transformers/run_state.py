@@ -35,7 +35,7 @@ def find_checkpoint_to_resume(
     """Return the checkpoint to resume from, or None for a new run. Collective.
 
     `resume_from` is a directory or URL; True = the newest checkpoint in `root`; None or False = a
-    new run. If a new run `will_save`, `root` must have no older checkpoints.
+    new run. ValueError if True finds no checkpoint, or if a new run `will_save` and finds one.
     """
     newest = run_on_first_rank(lambda: latest(root))
     if resume_from is None or resume_from is False:
@@ -58,7 +58,7 @@ def encode_state(state: TrainerState) -> str:
 
 
 def read_state_text(path: AnyPath) -> str:
-    """Return the text of trainer_state.json in a checkpoint, or raise ValueError. Collective."""
+    """Return a checkpoint's trainer_state.json as text; ValueError if invalid. Collective."""
     extra = run_on_first_rank(lambda: read_manifest(path).facts.extra)
     if STATE not in extra:
         raise ValueError(

@@ -25,13 +25,13 @@ from moecore.train.step import TrainStep
 
 
 def is_dynamic(model: nn.Module) -> bool:
-    """Whether each forward of a parallelized model may have another cp degree."""
+    """Whether the cp degree of a parallelized model may differ between forwards."""
     request = get_request(model)
     return request is not None and request.is_dynamic
 
 
 class ScheduledSteps:
-    """Runs `ScheduledBatch`es, each of one step, for a Trainer. Collective to construct."""
+    """Runs steps of a Trainer, one `ScheduledBatch` each. The constructor is collective."""
 
     def __init__(self, trainer: Trainer) -> None:
         request = get_request(trainer.model)
@@ -45,7 +45,7 @@ class ScheduledSteps:
             self._group = dist.new_group(backend="gloo")  # to compare batches without a GPU sync
 
     def run_training_step(self, batch: ScheduledBatch, train_step: TrainStep) -> Tensor:
-        """Run forward and backward of a step by `train_step`; return the mean loss."""
+        """Run forward and backward of a step; return the mean loss over all ranks' labels."""
         train_step.model.train()
         self._check_equal_batches(batch)
         train_step.num_micro_batches = len(batch.cps)
@@ -53,7 +53,7 @@ class ScheduledSteps:
 
     @torch.no_grad()
     def evaluate(self, batch: ScheduledBatch, model: nn.Module) -> Tensor:
-        """Return the mean loss over all ranks' labels of a step, without gradients."""
+        """Return the mean loss of a batch over all ranks' labels, without gradients."""
         self._check_equal_batches(batch)
 
         def run(batches: list[dict[str, Any]]) -> Tensor:

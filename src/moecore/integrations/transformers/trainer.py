@@ -53,21 +53,21 @@ from moecore.train.step import StepResult, TrainStep
 
 
 class MoETrainer(Trainer):
-    """A Trainer for a model that `parallelize_moe` has sharded, with the arguments of Trainer.
+    """A transformers Trainer for a model that `parallelize_moe` has sharded.
 
-    Batches, losses and updates are those of Trainer under DDP. A trainer of TRL is combined with
-    MoETrainer by inheritance: `class MoESFTTrainer(MoETrainer, SFTTrainer)`.
+    Batches, losses and updates equal Trainer's under DDP. To combine MoETrainer with a TRL trainer,
+    inherit from both: `class MoESFTTrainer(MoETrainer, SFTTrainer)`.
 
-    Checkpoints are in `output_dir/checkpoints` and are written in the background. `save_model`
-    writes a Hugging Face directory. Training logs have the load of each MoE layer. A model in fp16
-    trains with a `DynamicLossScale`.
+    Checkpoints are written to `output_dir/checkpoints` in the background. `save_model` writes a
+    Hugging Face directory. Training logs include the load of each MoE layer. fp16 models train with
+    a `DynamicLossScale`.
 
     Attributes:
         result: result of the last optimizer step; None before the first step.
 
     Raises:
-        ValueError: for a model that is not parallelized, for loss="sum" without
-            `ContextOptions.dynamic`, for an optimizer that is older than `parallelize_moe`, and for
+        ValueError: for a model that is not parallelized, loss="sum" without
+            `ContextOptions.dynamic`, an optimizer that was built before `parallelize_moe`, or
             arguments or accelerate settings that wrap, cast or save the model.
     """
 
@@ -113,13 +113,13 @@ class MoETrainer(Trainer):
     ) -> TrainOutput:
         """Train, and return Trainer's `TrainOutput`. Collective.
 
-        `resume_from_checkpoint` is a directory of a checkpoint; True = the newest in
+        `resume_from_checkpoint` is a checkpoint directory; True = the newest in
         `output_dir/checkpoints`; None = a new run.
 
         Raises:
-            ValueError: if there is no checkpoint to resume from, or a new run would save next to
-                older checkpoints.
-            OSError: when a checkpoint could not be written.
+            ValueError: if there is no checkpoint to resume from, or if a new run would save into a
+                directory with older checkpoints.
+            OSError: if a checkpoint cannot be written.
         """
         saves = self.args.save_strategy != SaveStrategy.NO
         self._checkpoint = run_state.find_checkpoint_to_resume(
@@ -136,7 +136,7 @@ class MoETrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
-        """Return a step's batches, and the number of labels as Trainer counts it, or None."""
+        """Return a step's batches, and Trainer's count of labels or None."""
         if self._steps is not None:
             return list(islice(epoch_iterator, num_batches)), None
         samples = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -148,7 +148,7 @@ class MoETrainer(Trainer):
         return result
 
     def get_total_train_batch_size(self, *args: Any, **kwargs: Any) -> int:
-        """Return the number of samples in a step; samples that cp and tp ranks share count once."""
+        """Return the number of samples in a step, without the replicas on cp and tp ranks."""
         return int(super().get_total_train_batch_size(*args, **kwargs) // self.accelerator.copies)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -286,7 +286,7 @@ class _RunCallback(TrainerCallback):
 
 
 class ShardedAccelerator(Accelerator):
-    """An Accelerator that wraps neither model nor optimizer, and clips by a `TrainStep`."""
+    """An Accelerator that does not wrap model or optimizer; a `TrainStep` clips gradients."""
 
     owner: TrainStep  # set before the first step
     copies: int = 1  # consecutive ranks with the same data, of cp and tp
@@ -302,7 +302,7 @@ class ShardedAccelerator(Accelerator):
         return int(super().process_index // self.copies)
 
     def gather(self, tensor: Any) -> Any:
-        """All-gather along dim 0; data that cp and tp ranks share is returned once. Collective."""
+        """All-gather along dim 0, without the replicas on cp and tp ranks. Collective."""
 
         def drop_copies(rows: Tensor) -> Tensor:
             first_copies: Tensor = rows.unflatten(0, (self.num_processes, self.copies, -1))[:, 0]
@@ -312,13 +312,13 @@ class ShardedAccelerator(Accelerator):
         return recursively_apply(drop_copies, all_rows) if self.copies > 1 else all_rows
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Return False, because accelerate has not placed the model."""
+        """Return False: accelerate has not placed the model on devices."""
         return False
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Move the model to the device without wrapping it, as accelerate does for evaluation."""
+        """Move the model to the device without a wrapper, as accelerate does for evaluation."""
         result: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         return result
 
@@ -329,19 +329,16 @@ class ShardedAccelerator(Accelerator):
         return optimizer
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run backward of a micro-batch's loss, multiplied by the loss scale of fp16."""
+        """Run backward of a micro-batch's loss times the fp16 loss scale, if any."""
         super().backward(self.owner.scale_loss(loss), **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> float:
-        """Clip to the TrainStep's max_norm; return the norm before clipping.
-
-        Arguments are ignored.
-        """
+        """Clip to the TrainStep's max_norm, not `max_norm`; return the norm before clipping."""
         return self.owner.clip().total
 
 
 def export_to_folder(model: nn.Module, folder: Path) -> None:
-    """Write a model, or only its unmerged adapter, to `folder`; replace old files. Collective."""
+    """Export a model, or only its unmerged adapter, to `folder`; replace files. Collective."""
     if find_unmerged_layers(model):
         save_adapters(model, folder, adapter=cast(Any, model).active_adapter)
         return

@@ -68,7 +68,7 @@ REPLACED: dict[str, tuple[Any, ...]] = {
 
 
 class TitanMoE(TitanLayer):
-    """A TitanLayer with the names of torchtitan 0.2's `MoE`."""
+    """A TitanLayer with the parameter names of torchtitan 0.2's `MoE`."""
 
     names = LayerLayout(
         router="router.gate",
@@ -78,7 +78,7 @@ class TitanMoE(TitanLayer):
     known_classes: ClassVar = {"router": (TokenChoiceTopKRouter,), "experts": (GroupedExperts,)}
 
     def init_weights(self, init_std: float, buffer_device: Any = None) -> None:  # type: ignore[override]
-        """Initialise w1 with std 0.02, other matrices with `init_std`, and biases with zeros."""
+        """Initialize w1 with std 0.02, other matrices with std `init_std`, and biases with 0."""
         fill = partial(trunc_normal_, mean=0.0, std=init_std)
         experts = {"w1": partial(trunc_normal_, mean=0.0, std=0.02), "w2": fill, "w3": fill}
         gate: dict[str, Any] = {"weight": fill, "bias": nn.init.zeros_}
@@ -155,7 +155,7 @@ V02 = parallelize.Version(
 
 
 class LabelledDataLoader(BaseDataLoader):
-    """Adds labels, full rows under cp, and document boundaries to another loader's inputs."""
+    """Adds labels, document boundaries and, under cp, unsharded rows to a loader's inputs."""
 
     def __init__(self, loader: BaseDataLoader, job: Any, tokenizer: Any) -> None:
         self.loader = loader
@@ -182,7 +182,7 @@ class LabelledDataLoader(BaseDataLoader):
 
 
 def add_labels(build_loader: Callable[..., BaseDataLoader]) -> Callable[..., BaseDataLoader]:
-    """Wrap a build_dataloader_fn, so that it builds a `LabelledDataLoader`."""
+    """Wrap a build_dataloader_fn to build a `LabelledDataLoader`."""
 
     def build_labelled(**kwargs: Any) -> LabelledDataLoader:
         job, tokenizer = kwargs["job_config"], kwargs.get("tokenizer")
@@ -219,8 +219,7 @@ def accelerated(spec: TrainSpec) -> TrainSpec:
         spec: spec of torchtitan's Qwen3Model or DeepSeekV3Model or a subclass, with any flavors.
 
     Raises:
-        NotImplementedError: for another model, or a spec with customised functions that would be
-            replaced.
+        NotImplementedError: for another model, or customised functions that would be replaced.
     """
     parallelize.check_model("TrainSpec.model_cls", spec.model_cls, DENSE_TP)
     for field, classes in REPLACED.items():
@@ -250,7 +249,7 @@ def hf_spec(
     Args:
         flavors: name -> a transformers config, or a directory with a config.json; None = the
             job's `model.hf_assets_path`.
-        balance: config of every MoE layer; None = no auxiliary loss and no bias updates.
+        balance: balance options of all MoE layers; None = no auxiliary loss and no bias updates.
     """
     args = {name: TitanHFArgs(source) for name, source in flavors.items()}
     spec = _make_own_loss_spec(
@@ -306,7 +305,7 @@ def _make_adamw_options(optimizer_config: Any, moecore_section: Any) -> dict[str
 def build_optimizers(
     model_parts: list[nn.Module], optimizer_config: Any, parallel_dims: Any, ft_manager: Any = None
 ) -> titan_optimizer.OptimizersContainer:
-    """Build the job's optimizers, with hooks that finish moecore's step of each model part."""
+    """Build the job's optimizers, with the hooks of `register_step_hooks`."""
     options = getattr(model_parts[0], parallelize.OPTIONS, None) or MoECore()
     has_ft = ft_manager is not None and ft_manager.enabled
     changed_options = list_changed_fields(options.adamw) + list_changed_fields(options.muon)

@@ -59,13 +59,11 @@ from moecore.models import PRESETS, DecoderConfig
 
 
 def accelerated(job: Trainer.Config) -> MoETrainer.Config:
-    """Return the job of a torchtitan model with its MoE blocks as moecore layers.
+    """Return a copy of a torchtitan job whose MoE blocks become moecore layers.
 
     Names, shapes and the checkpoint layout of torchtitan do not change. Selection biases are
-    updated if the given job updates them.
-
-    Args:
-        job: job of torchtitan's Qwen3Model or DeepSeekV3Model or a subclass.
+    updated if the given job updates them. The model is torchtitan's Qwen3Model or DeepSeekV3Model
+    or a subclass.
 
     Raises:
         ValueError: for a job of another trainer class.
@@ -119,7 +117,7 @@ def hf_job(
     Args:
         source: a transformers config, or a directory with a config.json; None = the job's
             `hf_assets_path`.
-        balance: config of every MoE layer; None = no auxiliary loss and no bias updates.
+        balance: balance options of all MoE layers; None = no auxiliary loss and no bias updates.
     """
     parallelize = partial(models.parallelize_hf_model, balance=balance)
     job = _make_own_loss_job("hf", TitanHF.Config(source=source), parallelize, seq_len=4096)

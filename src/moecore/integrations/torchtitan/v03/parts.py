@@ -71,7 +71,7 @@ class OwnLossTrainer(MoETrainer):
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return (inputs, labels, forward arguments: labels, and under cp also full rows)."""
+        """Return inputs, labels, and forward arguments: labels and, under cp, unsharded rows."""
         model_inputs = {models.LABELS: labels, TOKENS: input_dict["input"]}
         inputs, labels, extra = super().post_dataloading_process(input_dict, labels)
         if self.parallel_dims.cp == 1:
@@ -84,7 +84,7 @@ class SumLoss(BaseLoss):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseLoss.Config):
-        """No fields."""
+        """A config without fields."""
 
     def __init__(self, config: Config, *, compile_config: Any = None) -> None:
         self.fn: Callable[[Tensor, Tensor], Tensor] = lambda loss, labels: loss
@@ -99,14 +99,14 @@ class TitanMetrics(MoEMetricsProcessor):
 
 
 class SavingAC(SelectiveAC):
-    """torchtitan's selective checkpointing, which also saves the experts' matrix products."""
+    """torchtitan's selective activation checkpointing that also saves outputs of grouped GEMMs."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
         """The options of torchtitan's selective checkpointing."""
 
     def get_save_ops(self) -> set[Any]:
-        """Return the operations whose results are saved for backward."""
+        """Return the operations whose outputs are saved for backward."""
         result: set[Any] = super().get_save_ops() | {grouped_mm_overload}
         return result
 
@@ -138,7 +138,7 @@ class TitanHF(models.HFModel, BaseModel):
 
 
 class TitanMoE(TitanLayer, Module):
-    """A TitanLayer with the names of torchtitan 0.3's `MoE`."""
+    """A TitanLayer with the parameter names of torchtitan 0.3's `MoE`."""
 
     names = LayerLayout(
         router="router.gate",
@@ -168,7 +168,7 @@ class TitanMoE(TitanLayer, Module):
         return DTensor.from_local(y_BtD, x.device_mesh, x.placements, run_check=False)
 
     def init_states(self, *, buffer_device: Any = None) -> None:
-        """Initialise the parameters by torchtitan's functions for the replaced block."""
+        """Initialize parameters with torchtitan's functions for the replaced block."""
         self.init_parameters(
             self.fills, lambda shared: shared.init_states(buffer_device=buffer_device)
         )
@@ -216,7 +216,7 @@ def build_pipeline_schedule(
     parallelize_fn: Callable[..., nn.Module],
     **_: Any,
 ) -> Any:
-    """Shard a model; return (schedule, [model], has first stage: True, has last stage: True)."""
+    """Shard a model: a `pipelining_fn`. Returns (schedule, [model], has first stage, has last)."""
     check_stages(model, parallel_dims.pp)
     model = parallelize_fn(model, parallel_dims=parallel_dims)
     return MicroBatchSchedule(model), [model], True, True
