@@ -172,7 +172,7 @@ class DomainPlacement(ExpertPlacement):
         return round(num_tokens * self.compute_reach_probability(top_k, self.num_experts))
 
     def compute_balanced_rows(self, num_tokens: int, top_k: int) -> int:
-        """Return a rank's (token, expert) rows for even loads, from `num_tokens` received rows."""
+        """Return a rank's (token, expert) rows for even loads; it receives `num_tokens` tokens."""
         reach = self.compute_reach_probability(top_k, self.num_experts)
         return round(num_tokens / (self.num_domains * reach) * top_k * self.etp)
 

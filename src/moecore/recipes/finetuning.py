@@ -223,7 +223,7 @@ class PreferenceTuning(FineTuning):
         return losses.sum()
 
     def compute_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return "answer_tokens", the number of tokens of completions."""
+        """Return "answer_tokens", the step's tokens of completions: counts[2]."""
         return {"answer_tokens": counts[2]}
 
 

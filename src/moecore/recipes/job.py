@@ -132,5 +132,5 @@ class TrainingJob(ABC, Generic[BatchT]):
         return {}
 
     def compute_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        """Return more metrics of a step of `seconds`; `counts` are summed over data ranks."""
+        """Return more metrics of a step; `counts` of the batch are summed over data ranks."""
         return {}

@@ -26,7 +26,7 @@ from moecore.rl.rollouts import PER_TOKEN, Rollouts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
-    """Numbers of micro-batches and responses, and the token weight, of a local or global batch."""
+    """Micro-batches, responses and sum of token weights, of a rank's or the global batch."""
 
     num_micro_batches: int  # of each rank; in the global totals, the maximum over ranks
     weight: float  # sum of the weights of response tokens

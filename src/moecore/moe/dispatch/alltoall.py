@@ -239,7 +239,7 @@ class AllToAllDispatcher(Dispatcher):
         return ExpertInput(*parts, receiver=source.plan.receiver)
 
     def prepare_send_order(self, ids_TK: Tensor, encoded_layer: int) -> SendOrder:
-        """Return the order of the rows to send, sorted by destination rank, and counts per rank."""
+        """Return rows by destination rank, and counts with `encoded_layer`, which ranks compare."""
         p, (T, K) = self.placement, ids_TK.shape
         owned_PTK = mask_choices_by_block(ids_TK, p.num_physical, p.ep)
         num_rows = T * min(p.ep, K) * p.etp

@@ -123,7 +123,7 @@ class ForwardVisit:
         return tree_map_only(Tensor, record, arguments)
 
     def record_output(self, output: Tensor) -> None:
-        """Set `needs_grad`; record `output`'s graph edge if a separate backward may start there."""
+        """Record that `output` needs a gradient, and its graph edge if backward may start at it."""
         self.needs_grad = True
         if self.node.has_separate_backward and self.parent is not None:
             edge = get_gradient_edge(output)

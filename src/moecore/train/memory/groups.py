@@ -133,7 +133,7 @@ class Layer:
     groups: dict[Key, StorageGroup] = field(default_factory=dict)
 
     def link_to_previous(self, previous_layer: Layer | None) -> None:
-        """Make each part's backward start the copy back of the same part of `previous_layer`."""
+        """Make each part's backward prefetch offloaded tensors of the previous layer's part."""
         self.groups = {key: group for key, group in self.groups.items() if group.handles.alive}
         previous_groups = dict(previous_layer.groups) if previous_layer is not None else {}
         if not self.groups:
