@@ -412,11 +412,17 @@ def test_an_error_is_a_line_of_bounded_length(home, capsys, monkeypatch, error, 
     assert all(line.isprintable() for line in err.splitlines())
 
 
-@pytest.mark.parametrize("command", ["-m moecore", "-c 'from moecore.__main__ import main'"])
+# The first module that takes long to import: before `main` runs, as a module and as the installed
+# script imports it, or in a command that imports torch.
+INTERRUPTED = dict.fromkeys(("-m moecore", "-c 'from moecore.__main__ import main'"), "difflib")
+for name in ("train", "pretrain", "finetune", "grpo", "tiny-model"):
+    INTERRUPTED[f"-m moecore {name} --help"] = "torch"
+
+
+@pytest.mark.parametrize("command", INTERRUPTED)
 def test_an_interrupt_of_the_command_line_itself_is_no_traceback(command, tmp_path):
-    """Before `main` runs: as a module, and as the installed script imports it."""
     script = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
-    (tmp_path / "difflib.py").write_text(script)
+    (tmp_path / f"{INTERRUPTED[command]}.py").write_text(script)
     path = os.pathsep.join([str(tmp_path), str(Path(moecore.__file__).parents[1])])
     found = subprocess.run(
         [sys.executable, *shlex.split(command)],

@@ -99,7 +99,6 @@ SHARDED: list[tuple[Callable[[nn.Module, Meshes], nn.Module], str]] = [
     (in_ddp, "model (DistributedDataParallel) must not be wrapped for data parallelism, "),
     (part_in_ddp, "0 (DistributedDataParallel) must not be wrapped for data parallelism, "),
     (in_dp, "model (DataParallel) must not be wrapped for data parallelism, "),
-    (parallelize_moe, "model (Sequential) must not be parallelized already: call "),
 ]
 
 
@@ -192,16 +191,6 @@ def muon(lr: Any) -> Muon:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda model, meshes: parallelize_moe(model, "meshes"),
-            "meshes ('meshes') must be a Meshes or None: pass build_meshes(ParallelConfig(...))",
-        ),
-        (
-            lambda model, meshes: parallelize_moe(
-                model, meshes, moe={"balance": {"z_loss_coef": 0.1}}
-            ),
-            "MoEConfig.balance ({'z_loss_coef': 0.1}) must be a BalanceConfig: pass BalanceConfig(",
-        ),
         (
             lambda model, meshes: build_meshes(ParallelConfig(ep=8), "cpu"),
             "ParallelConfig expert view (ep=8 = 8) must divide the world size (1): start ranks "
@@ -307,7 +296,6 @@ def test_fields_of_layers_that_a_model_does_not_set(meshes: Meshes) -> None:
         ({"balance": 0.1}, "MoEConfig.balance (0.1) must be a BalanceConfig: pass BalanceConfig("),
         ({"capacity": 1.25}, "MoEConfig.capacity (1.25) must be a CapacityConfig or None: pass"),
         ({"router_jitter": 1}, "MoEConfig.router_jitter (1) must be a finite number >= 0 and < 1"),
-        ({1: 2}, "moe ({1: 2}) must be a dict of a string to anything or None: pass a dict"),
     ],
 )
 def test_fields_that_no_model_can_change(moe: Any, message: str, meshes: Meshes) -> None:

@@ -1,6 +1,5 @@
 import os
 import time
-import warnings
 from typing import Any
 
 import pytest
@@ -27,23 +26,6 @@ def test_ranks_know_the_environment_and_one_hashes_otherwise(environ, monkeypatc
     monkeypatch.setenv("MOECORE_TEST", environ)
     ranks, environs, hashes = zip(*run_ranks(3, look), strict=True)
     assert ranks == (0, 1, 2) and set(environs) == {environ} and hashes[0] == hashes[1] != hashes[2]
-
-
-def warn(rank: int, device: torch.device) -> list[str]:
-    """The warnings of a rank that are not ignored, by their text."""
-    here = {"__name__": "torch.nn", "warnings": warnings}  # another package's frame
-    texts = ["`is_gradient_checkpointing` is deprecated and", "an unknown one"]
-    with warnings.catch_warnings(record=True) as found:  # filters stay those of the rank
-        for text in texts:
-            warnings.warn(text, FutureWarning, stacklevel=1)
-        exec("warnings.warn('of torch', FutureWarning)", here)
-        warnings.warn("a user must see it", UserWarning, stacklevel=1)
-    return [str(one.message) for one in found]
-
-
-def test_ranks_ignore_the_warnings_that_pytest_ignores() -> None:
-    """Their own are printed: pytest's filters reach its own process only."""
-    assert run_ranks(2, warn) == ["an unknown one", "a user must see it"]
 
 
 @pytest.mark.parametrize("bad", [0, 1])

@@ -35,10 +35,6 @@ from moecore.models import Decoder, preset
 from moecore.moe.balance import BalanceGroups, compute_balance_losses
 from moecore.moe.records import Routing
 from moecore.moe.shortage import ShortageCounters
-from moecore.packing import PackedCollator
-from moecore.recipes.chat import Example
-from moecore.recipes.data import BatchShape
-from moecore.recipes.preferences import Preference, make_pair_batch, make_preference_steps
 from moecore.rl import DPO, GRPO, GSPO, PPO, Engine, Rollouts, group_advantages
 from moecore.train import AdamW, Muon, assign_matrices
 
@@ -182,15 +178,6 @@ def test_hugging_face_directories(tmp_path: Path) -> None:
         assert_equal(exchange_weights(default, tmp_path / default), expected)
 
 
-@pytest.mark.parametrize("default", DEFAULTS)
-def test_packed_documents(default: str) -> None:
-    documents: list[Any] = [[5, 600, 70_000], {"input_ids": [8, 9], "labels": [-100, 9]}]
-    expected = PackedCollator(row_tokens=8)(documents)
-    with torch_default(default):
-        batch = PackedCollator(row_tokens=8)(documents)
-    assert_equal(batch, expected)
-
-
 def train_policy(default: str) -> Values:
     """Return log-probabilities, losses and gradients of each objective under a default."""
     model = copy.deepcopy(decoder())
@@ -261,20 +248,6 @@ def test_balance_losses_of_several_ranks(default: str, monkeypatch: pytest.Monke
     with torch_default(default):
         losses = compute()
     assert_equal({"losses": losses}, {"losses": expected})
-
-
-@pytest.mark.parametrize("default", DEFAULTS)
-def test_batches_of_preferences(default: str) -> None:
-    tokens_T = torch.tensor([3, 70_001, 1_001, 257], dtype=torch.int32)
-    example = Example(tokens_T, torch.tensor([False, False, True, True]))
-    with torch_default(default):
-        shape = BatchShape(batch_size=1, seq_len=8, grad_accum=1, data_ranks=1)
-        steps = make_preference_steps(
-            [Preference(example, example)], shape, make_batch=make_pair_batch, seed=0, data_rank=0
-        )
-        rollouts = steps.next_batch().rollouts
-    assert rollouts.tokens_N.tolist() == tokens_T.tolist() * 2
-    assert rollouts.response_mask_N.tolist() == [False, False, True, True] * 2
 
 
 @pytest.mark.parametrize("default", DEFAULTS)

@@ -99,13 +99,20 @@ def run_ranks(
         return torch.load(path, weights_only=False)
 
 
-def ranks_fixture(world_size: int, worker: Worker, *names: str, **how: Any) -> Any:
-    """Return a module's fixture: what ranks bring home, of the cases that are asked for."""
+def ranks_fixture(
+    world_size: int, worker: Worker, *names: str, in_folder: bool = False, **how: Any
+) -> Any:
+    """Return a module's fixture: what ranks bring home, of the cases that are asked for.
+
+    With `in_folder` the worker gets an empty folder before them.
+    """
 
     def results(request: pytest.FixtureRequest) -> Any:
-        return run_ranks(
-            world_size, worker, *([asked_for(request, *names)] if names else []), **how
-        )
+        args: list[Any] = [asked_for(request, *names)] if names else []
+        if in_folder:
+            folders = request.getfixturevalue("tmp_path_factory")
+            args.insert(0, str(folders.mktemp("ranks")))
+        return run_ranks(world_size, worker, *args, **how)
 
     return pytest.fixture(scope="module")(results)
 

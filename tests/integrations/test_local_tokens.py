@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.integrations.titan_runs import IMPORTED, TITAN, prepare
 
 if not TITAN.startswith("0.2"):  # not imported here: `prepare` comes first
@@ -54,9 +54,7 @@ def _message(call: Any) -> str:
     return str(error.value)
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_ranks(1, worker, str(tmp_path_factory.mktemp("tokens")), imported=IMPORTED)
+found = ranks_fixture(1, worker, in_folder=True, imported=IMPORTED)
 
 
 def test_ranks_and_steps_read_rows_in_turn(found: dict[str, Any]) -> None:

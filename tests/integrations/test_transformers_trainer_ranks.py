@@ -108,13 +108,18 @@ def test_packed_documents_train_as_padded_ones(results: dict[str, Any]) -> None:
     assert resumed == ours and found["resumed"] == 0.0 < found["stopped"]
 
 
-def test_cp_and_tp_ranks_train_on_the_same_rows(results, no_group_left, tmp_path):
-    """Against stock Trainer in one process, each document in a row of its own."""
+def rows_of_stock(folder: Path, **options: Any) -> Any:
+    """Train by stock Trainer in this process, and leave its state as it was."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    stock = trainer_of(Trainer, make_model(), str(tmp_path), collate=padded, **OF_ROWS)
+    stock = trainer_of(Trainer, make_model(), str(folder), **options)
     stock.train()
     AcceleratorState._reset_state(reset_partial_state=True)
-    wanted, weights = rows_of(stock)
+    return rows_of(stock)
+
+
+def test_cp_and_tp_ranks_train_on_the_same_rows(results, no_group_left, tmp_path):
+    """Against stock Trainer in one process, each document in a row of its own."""
+    wanted, weights = rows_of_stock(tmp_path, collate=padded, **OF_ROWS)
     for ours, found in (results["cp"], results["tp"]):
         for one, other in zip(ours, wanted, strict=True):
             assert len(one) >= 2 and one == pytest.approx(other, rel=1e-5)
@@ -124,11 +129,7 @@ def test_cp_and_tp_ranks_train_on_the_same_rows(results, no_group_left, tmp_path
 
 def test_a_cp_for_each_micro_batch_trains_the_same(results, no_group_left, tmp_path):
     """Against stock Trainer in one process, each document in a row of its own."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    stock = trainer_of(Trainer, make_model(), str(tmp_path), **DYNAMIC)
-    stock.train()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    (wanted, weights), dynamic = rows_of(stock), results["dynamic"]
+    (wanted, weights), dynamic = rows_of_stock(tmp_path, **DYNAMIC), results["dynamic"]
     (ours, found), _, (resumed, again) = dynamic["runs"]
     assert dynamic["cps"] == {1, 2}
     for one, other in zip(ours, wanted, strict=True):

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from moecore.recipes import hangs
 from moecore.recipes.hangs import find_missing_ranks, format_report, summarize_collectives
-from tests.recipes import hanging
 from tests.recipes.launched import launched
+from tests.recipes.odd_ranks import run_hanging
 
 RUN = (
     "--preset tiny-qwen3 --tokens random --num-layers 2 --batch-size 1 --seq-len 16 --steps 6 "
@@ -32,14 +32,14 @@ def test_the_report_names_the_rank_that_did_not_arrive(
 ) -> None:
     monkeypatch.setenv("MOECORE_TEST_DELAY", place)
     words = [*RUN.split(), "--run-dir", str(tmp_path / "run")]
-    code, said = launched(hanging.run_rank, "train.py", words, tmp_path / "said.txt")
+    code, said = launched(run_hanging, "train.py", words, tmp_path / "said.txt")
     assert code == 1
     report = said[said.index("moecore: error: ") :].splitlines()
     assert said.count("moecore: error: ") == 1 and len(report) == 3, said
     assert "within --hang-timeout (4 s), but other ranks wait for rank 1: " in report[0]
     found = {line.split()[1]: line for line in report[1:]}
     host = socket.gethostname()
-    stack = r'at File "\S*tests/recipes/hanging.py", line \d+ in stop$'
+    stack = r'at File "\S*tests/recipes/odd_ranks.py", line \d+ in stop$'
     assert re.match(rf"  rank 1 on {host} for \d+ s: step 2, in {of_rank_1}, {stack}", found["1"])
     start = rf"  rank 0 on {host} for \d+ s: step 2, in {of_rank_0}, at File .*, waits in "
     assert re.match(rf"{start}gloo:\w+, number \d+ of gloo group \d+", found["0"]), found["0"]

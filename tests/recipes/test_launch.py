@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ import pytest
 import torch
 
 from moecore.recipes.launch import launch
-
-COMMANDS = ("train", "pretrain", "finetune", "grpo", "tiny-model")  # that import torch
 
 
 def leave_or_raise(codes: list[int | None]) -> int:
@@ -99,21 +96,6 @@ def test_ranks_end_with_the_launcher(tmp_path: Path) -> None:
     finally:
         for launcher in launchers.values():
             launcher.kill()
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_an_interrupt_of_imports_is_no_traceback(command: str, tmp_path: Path) -> None:
-    interrupt = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
-    (tmp_path / "torch.py").write_text(interrupt)  # the first that takes long to import
-    done = subprocess.run(
-        [sys.executable, "-m", "moecore", command, "--help"],
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2] / 'src'}"},
-        # A background job of a shell ignores SIGINT, and its children inherit that.
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from moecore.moe.dispatch.exchange import ExchangeError
-from moecore.parallel.model.parallel_state import get_capacity
 from tests.recipes.launched import launched
-from tests.recipes.overflowing import Overflowing, run_rank, too_many_rows
+from tests.recipes.odd_ranks import overflow, run_overflowing, too_many_rows
 
 ARGUMENTS = (
     "--preset tiny-qwen3 --tokens random --num-layers 1 --batch-size 1 --seq-len 16 --steps 3"
@@ -19,7 +18,7 @@ NEEDED = r"--row-factor \(1.05\) must be >= 1.37 for its expert rows of one laye
 
 def test_one_rank_overflows_and_both_end(tmp_path: Path) -> None:
     words = [*ARGUMENTS.split(), "--run-dir", str(tmp_path / "run")]
-    code, said = launched(run_rank, "overflowing.py", words, tmp_path / "said.txt")
+    code, said = launched(run_overflowing, "train.py", words, tmp_path / "said.txt")
     assert code == 1, said
     line = rf"rank 1: {NEEDED} from the last checkpoint with --row-factor 1.37 or more"
     errors = [text for text in said.splitlines() if "error" in text]
@@ -36,7 +35,7 @@ def fail(train: ModuleType, monkeypatch: Any, error: Exception) -> None:
 
     def build_job(args: Any) -> Any:
         job = build(args)
-        get_capacity(job.model).owners = (Overflowing(error),)
+        overflow(job, error)
         return job
 
     monkeypatch.setattr(train, "build_job", build_job)

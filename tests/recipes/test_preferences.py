@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from moecore.recipes.examples import read_examples
-from moecore.recipes.preferences import encode_preference
+from moecore.recipes.finetune import check_objective, parse_arguments
+from moecore.recipes.preferences import encode_preference, encode_unpaired_preference
 from moecore.recipes.rows import ColumnNames
 from moecore.recipes.tiny_model import make_tokenizer
 from tests.recipes.trl_parity import (
@@ -87,7 +88,7 @@ def test_the_tokens_are_trls(
             assert part.tokens_T[part.is_answer_T].tolist() == ids, name
 
 
-BAD_ROWS = {
+PAIRS = {
     "{}": "must have chosen and rejected, both texts or both messages",
     '{"chosen": "a", "rejected": [{"role": "assistant", "content": "b"}]}': "must have chosen and",
     '{"prompt": "q", "chosen": [{"role": "assistant", "content": "a"}], '
@@ -97,15 +98,26 @@ BAD_ROWS = {
     ),
     '{"chosen": "a", "rejected": "b"}': "must have a prompt before each completion: add one",
 }
+COMPLETIONS = {
+    '{"prompt": "a", "label": true}': "must have prompt and completion, both texts or both",
+    '{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}], "label": true}': (
+        "must have prompt and completion, both texts or both messages"
+    ),
+    '{"prompt": "a", "completion": "b"}': "must have label, true or false, not None",
+    '{"prompt": "a", "completion": "b", "label": 1}': "must have label, true or false, not 1",
+    '{"prompt": "", "completion": "b", "label": true}': "must have a prompt before each completion",
+}
+BAD_ROWS = [(encode_preference, *row) for row in PAIRS.items()]
+BAD_ROWS += [(encode_unpaired_preference, *row) for row in COMPLETIONS.items()]
 
 
-@pytest.mark.parametrize("line", BAD_ROWS)
-def test_rows_that_are_no_pairs(line: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("encode", "line", "wanted"), BAD_ROWS)
+def test_rows_that_are_no_pairs_or_completions(encode, line, wanted, tmp_path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(line)
     tokenizer = make_tokenizer([("a", "b")])
-    with pytest.raises(ValueError, match=BAD_ROWS[line]) as error:
-        read_examples([path], tokenizer, seq_len=9, encode=encode_preference)
+    with pytest.raises(ValueError, match=wanted) as error:
+        read_examples([path], tokenizer, seq_len=9, encode=encode)
     assert f"--data ({path}) line 1 must" in str(error.value) and "\n" not in str(error.value)
 
 
@@ -134,13 +146,13 @@ def test_other_columns_and_one_message(tmp_path: Path) -> None:
         "--objective dpo --cuda-graph": "--cuda-graph must not go with --objective dpo",
         "--objective dpo --dynamic-cp 8": "--dynamic-cp must not go with --objective dpo",
         "--dpo-beta 0.1": "--objective (sft) must be dpo with options of [dpo]",
+        "--objective kto --cuda-graph": "--cuda-graph must not go with --objective kto",
+        "--objective kto --dynamic-cp 8": "--dynamic-cp must not go with --objective kto",
+        "--objective dpo --kto-beta 0.1": "--objective (dpo) must be kto with options of [kto]",
     }.items(),
 )
 def test_options_that_do_not_fit(words: str, wanted: str) -> None:
-    from moecore.recipes import finetune
-    from moecore.recipes.finetune import check_objective
-
-    args = finetune.parse_arguments(["--model", "a", "--data", "b", *words.split()])
+    args = parse_arguments(["--model", "a", "--data", "b", *words.split()])
     with pytest.raises(ValueError) as error:
         check_objective(args)
     assert wanted in str(error.value)

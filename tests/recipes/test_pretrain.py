@@ -94,6 +94,12 @@ def killed(straight: Path, run_dir: Path) -> Path:
     return run_dir
 
 
+def assert_near(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for mine, wanted in zip(found, expected, strict=True):
+        for name in {"loss", "eval_loss", "grad_norm"} & wanted.keys():
+            assert mine[name] == pytest.approx(wanted[name], rel=2e-5), (mine["step"], name)
+
+
 @pytest.mark.slow
 def test_a_killed_run_goes_on_on_any_ranks(corpus: Path, straight: Path, tmp_path: Path) -> None:
     run_dir, wider = killed(straight, tmp_path / "run"), killed(straight, tmp_path / "wider")
@@ -101,9 +107,7 @@ def test_a_killed_run_goes_on_on_any_ranks(corpus: Path, straight: Path, tmp_pat
     assert metrics(run_dir) == metrics(straight)
     more = f"--config {run_dir}/config.toml --run-dir {wider} --batch-size 2"
     assert "from step 4 to step 8 on 3 cpu ranks" in run_in_forks(more.split(), num_ranks=3)
-    for mine, wanted in zip(metrics(wider), metrics(straight), strict=True):
-        for name in {"loss", "eval_loss", "grad_norm"} & wanted.keys():
-            assert mine[name] == pytest.approx(wanted[name], rel=2e-5), (mine["step"], name)
+    assert_near(metrics(wider), metrics(straight))
 
 
 @pytest.mark.slow
@@ -120,9 +124,7 @@ def test_steps_of_any_number_of_documents_are_graphs(corpus, straight, tmp_path)
     (code, said), captures = run_ranks(2, rank_with_graphs, run)
     assert code == 0, said
     assert captures
-    for mine, wanted in zip(metrics(tmp_path / "run"), metrics(straight), strict=True):
-        for name in {"loss", "eval_loss", "grad_norm"} & wanted.keys():
-            assert mine[name] == pytest.approx(wanted[name], rel=2e-5), (mine["step"], name)
+    assert_near(metrics(tmp_path / "run"), metrics(straight))
 
 
 def test_other_shapes_are_a_graph_of_their_own(pretrain: ModuleType) -> None:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from moecore.recipes import stragglers
 from moecore.recipes.stragglers import COMPUTE, PHASES, PhaseTimer, Stragglers
 from tests.helpers.ranks import run_ranks
-from tests.recipes import delayed
 from tests.recipes.launched import launched
+from tests.recipes.odd_ranks import run_delayed
 
 RUN = (
     "--preset tiny-qwen3 --tokens random --num-layers 2 --batch-size 1 --seq-len 16 --steps 6 "
@@ -26,7 +26,7 @@ def test_the_line_names_the_slow_rank_and_its_phase(phase, tmp_path, monkeypatch
     """Its peer waits in an exchange of the forward, or in a reduction: it has no line."""
     monkeypatch.setenv("MOECORE_TEST_DELAY", phase)
     words = [*RUN.split(), "--run-dir", str(tmp_path / "run")]
-    code, said = launched(delayed.run_rank, "train.py", words, tmp_path / "said.txt")
+    code, said = launched(run_delayed, "train.py", words, tmp_path / "said.txt")
     assert code == 0, said
     (line,) = [line for line in said.splitlines() if "is slow" in line]
     start = f"alarm at step 6: rank 1 on {socket.gethostname()} is slow: {phase} takes "

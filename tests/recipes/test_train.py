@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from moecore.io import read_manifest, set_latest
 from tests.helpers.grids import beside
 from tests.helpers.ranks import run_ranks
-from tests.recipes import late_word
 from tests.recipes.launched import launched, metrics
 from tests.recipes.launched import run_in_forks as launched_forks
+from tests.recipes.odd_ranks import run_with_late_word
 
 STEPS = 8
 MICRO = (
@@ -200,7 +200,7 @@ def test_one_rank_prints_where_an_agent_ends_the_others(under_agent, script, mon
 def test_an_error_found_by_the_ranks_is_one_line(tmp_path: Path) -> None:
     words = f"--preset tiny-qwen3 --tokens random --precision blockwise {MICRO}".split()
     words += ["--run-dir", str(tmp_path / "run")]
-    code, said = launched(late_word.run_rank, "train.py", words, tmp_path / "said.txt")
+    code, said = launched(run_with_late_word, "train.py", words, tmp_path / "said.txt")
     assert code == 2 and "MoEConfig.dim (64)" in said and len(said.strip().splitlines()) == 1
 
 

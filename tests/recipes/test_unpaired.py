@@ -16,7 +16,6 @@ from torch import Tensor
 
 from moecore.recipes import finetune
 from moecore.recipes.examples import compute_examples_digest, read_examples
-from moecore.recipes.finetune import check_objective
 from moecore.recipes.preferences import encode_unpaired_preference, make_unpaired_batch
 from moecore.recipes.tiny_model import make_tokenizer
 from moecore.rl import KTO, Rollouts
@@ -121,42 +120,6 @@ def test_the_digest_has_labels(tmp_path: Path) -> None:
         found = read_examples([path], tokenizer, seq_len=99, encode=encode_unpaired_preference)
         digests.add(compute_examples_digest(found.examples))
     assert len(digests) == 2
-
-
-BAD_ROWS = {
-    '{"prompt": "a", "label": true}': "must have prompt and completion, both texts or both",
-    '{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}], "label": true}': (
-        "must have prompt and completion, both texts or both messages"
-    ),
-    '{"prompt": "a", "completion": "b"}': "must have label, true or false, not None",
-    '{"prompt": "a", "completion": "b", "label": 1}': "must have label, true or false, not 1",
-    '{"prompt": "", "completion": "b", "label": true}': "must have a prompt before each completion",
-}
-
-
-@pytest.mark.parametrize("line", BAD_ROWS)
-def test_rows_without_a_label_or_prompt(line: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(line)
-    tokenizer = make_tokenizer([("a", "b")])
-    with pytest.raises(ValueError, match=BAD_ROWS[line]) as error:
-        read_examples([path], tokenizer, seq_len=9, encode=encode_unpaired_preference)
-    assert f"--data ({path}) line 1 must" in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "words, wanted",
-    {
-        "--objective kto --cuda-graph": "--cuda-graph must not go with --objective kto",
-        "--objective kto --dynamic-cp 8": "--dynamic-cp must not go with --objective kto",
-        "--objective dpo --kto-beta 0.1": "--objective (dpo) must be kto with options of [kto]",
-    }.items(),
-)
-def test_options_that_do_not_fit(words: str, wanted: str) -> None:
-    args = finetune.parse_arguments(["--model", "a", "--data", "b", *words.split()])
-    with pytest.raises(ValueError) as error:
-        check_objective(args)
-    assert wanted in str(error.value)
 
 
 def test_the_kl_term_is_no_option() -> None:

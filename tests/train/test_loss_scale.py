@@ -35,7 +35,7 @@ from moecore.precision.apply import apply_precision
 from moecore.train import AdamW
 from moecore.train.loss_scale import LARGEST, SMALLEST, LossScale, check_loss_scale
 from tests.helpers.errors import error_of
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.train import test_step
 from tests.train.test_step import are_equal, loss_of, weights
 
@@ -229,9 +229,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_ranks(4, worker, str(tmp_path_factory.mktemp("scale")))
+found = ranks_fixture(4, worker, in_folder=True)
 
 
 def test_a_scaled_step_is_the_step_without_to_the_bit(found: dict[str, Any]) -> None:

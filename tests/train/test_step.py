@@ -22,7 +22,7 @@ from moecore.base.rank_checks import gather_objects
 from moecore.io import latest, load, save
 from moecore.models import Decoder, DecoderConfig
 from tests.helpers.errors import error_of
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 
 BALANCE = BalanceConfig(micro_batch_coef=0.01, bias_update_rate=0.01)
 CONFIG = DecoderConfig(
@@ -241,9 +241,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_ranks(2, worker, str(tmp_path_factory.mktemp("step")))
+found = ranks_fixture(2, worker, in_folder=True)
 
 
 def test_a_whole_step_is_its_pieces(found: dict[str, Any]) -> None:

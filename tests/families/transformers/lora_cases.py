@@ -1,5 +1,6 @@
 """Tiny peft models, and three steps of training them: stock in one process, or parallelized."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -55,6 +56,29 @@ def in_peft_form(model: nn.Module, *, grads: bool = False) -> dict[str, Tensor]:
     stored = collect_adapter_tensors(model, "default")
     tensors = {name: one.tensor.grad if grads else one.tensor for name, one in stored.items()}
     return {n: stored[n].convert_to_file(whole(t)) for n, t in tensors.items() if t is not None}
+
+
+def updates(
+    tensors: dict[str, Tensor], *, dim: int, scale: float, num_experts: int = 8
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield s B A of each matrix with adapters by its published name, from tensors in peft's form.
+
+    `dim` is the model's width, by which FC1 of experts is told from FC2.
+    """
+    for name, b in tensors.items():
+        path = name.removeprefix("base_model.model.").removesuffix(".lora_B.weight")
+        if path.endswith(".lora_A.weight"):
+            continue
+        a, path = tensors[name.replace("lora_B", "lora_A")], path.replace(".base_layer", "")
+        if "experts" not in path:
+            yield f"{path}.weight", b @ a * scale
+            continue
+        roles = ("gate_proj", "up_proj") if a.shape[1] == dim else ("down_proj",)
+        for e in range(num_experts):
+            b_e = b.unflatten(1, (-1, num_experts))[:, :, e]
+            delta = b_e @ a.unflatten(0, (num_experts, -1))[e] * scale
+            for role, part in zip(roles, delta.chunk(len(roles)), strict=True):
+                yield f"{path}.{e}.{role}.weight", part
 
 
 def train(model: nn.Module, data_rank: int | None, data_ranks: int = RANKS) -> dict[str, Tensor]:

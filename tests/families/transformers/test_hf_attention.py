@@ -371,18 +371,24 @@ def test_losses_that_are_no_sum_over_tokens_are_refused_over_cp(kind: str) -> No
             CausalContext(build()).context_options(options, 2, 1)
 
 
+POSITIONS = torch.arange(16)[None] % 8
+
+
+def refuse_documents(model: nn.Module, message: str, told: bool) -> None:
+    if told:
+        use_causal_attention(model)
+    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"))
+    packed = dict(cu_seqlens=torch.tensor([0, 8, 16, 32]), position_ids=POSITIONS)
+    with pytest.raises(ValueError, match=rf"cu_seqlens must be None for a model with {message}"):
+        model(input_ids=TOKENS % 61, **packed)
+
+
 @pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize("head", ["SequenceClassification", "QuestionAnswering"])
 def test_documents_of_a_head_of_whole_rows_are_refused(head: str, told: bool) -> None:
     """The head would read one token, or all, of a row that holds several documents."""
     model = with_head(head)
-    if told:
-        use_causal_attention(model)
-    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"))
-    packed = dict(cu_seqlens=torch.tensor([0, 8, 16, 32]), position_ids=torch.arange(16)[None] % 8)
-    message = rf"a head of whole rows \(For{head}Loss of Qwen3MoeFor{head}\)"
-    with pytest.raises(ValueError, match=rf"cu_seqlens must be None for a model with {message}"):
-        model(input_ids=TOKENS, **packed)
+    refuse_documents(model, rf"a head of whole rows \(For{head}Loss of Qwen3MoeFor{head}\)", told)
 
 
 def test_documents_of_a_head_of_tokens_are_kept_apart() -> None:
@@ -407,14 +413,8 @@ def test_documents_that_would_share_angles_are_refused(rope_type: str, told: boo
     else:
         model = make(causal=False, rope_parameters=rope)
     name, value = "model.rotary_emb", model.model.rotary_emb.rope_type
-    if told:
-        use_causal_attention(model)
-    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"))
-    ids = TOKENS % 61
-    packed = dict(cu_seqlens=torch.tensor([0, 8, 16, 32]), position_ids=torch.arange(16)[None] % 8)
     message = rf"rope_type \('{value}'\) of {name}, which reads the longest position of all rows"
-    with pytest.raises(ValueError, match=rf"cu_seqlens must be None for a model with {message}"):
-        model(input_ids=ids, **packed)
+    refuse_documents(model, message, told)
     if not told:
         with pytest.raises(ValueError, match=f"position_ids must be of rows .* with {message}"):
-            model.train()(input_ids=ids, position_ids=packed["position_ids"].expand(2, -1))
+            model.train()(input_ids=TOKENS % 61, position_ids=POSITIONS.expand(2, -1))

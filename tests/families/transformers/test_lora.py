@@ -132,20 +132,8 @@ def exact_merge(base: dict[str, Tensor], model: Any, names: list[str]) -> dict[s
         own = {n: one.convert_to_file(lc.whole(one.tensor)).double() for n, one in stored.items()}
         config = model.peft_config[adapter]
         s = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
-        for name, b in own.items():
-            path = name.removeprefix("base_model.model.").removesuffix(".lora_B.weight")
-            if path.endswith(".lora_A.weight"):
-                continue
-            a, path = own[name.replace("lora_B", "lora_A")], path.replace(".base_layer", "")
-            if "experts" not in path:
-                found.setdefault(f"{path}.weight", base[f"{path}.weight"].double()).add_(b @ a * s)
-                continue
-            roles = ("down_proj",) if a.shape[1] == 16 else ("gate_proj", "up_proj")
-            for e in range(8):
-                delta = b.unflatten(1, (-1, 8))[:, :, e] @ a.unflatten(0, (8, -1))[e] * s
-                for role, part in zip(roles, delta.chunk(len(roles)), strict=True):
-                    key = f"{path}.{e}.{role}.weight"
-                    found.setdefault(key, base[key].double()).add_(part)
+        for name, delta in lc.updates(own, dim=32, scale=s):
+            found.setdefault(name, base[name].double()).add_(delta)
     return found
 
 

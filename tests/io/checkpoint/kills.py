@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from moecore.io import Saver, latest, load, save, verify
 from tests.helpers.ranks import forks
 
 FORKS = forks()
+CRASH_EXIT = 77
 
 
 def build(value: float, width: int = 64) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -47,6 +49,19 @@ def loaded_step(root: Path, width: int = 64) -> int:
         for tensor in (param, *optimizer.state[param].values()):
             assert (tensor == step).all()
     return step
+
+
+def in_child(action: Callable[..., None], *args: object, **kwargs: object) -> int:
+    """Run in a process of its own, where limits and crashes stay; return how it ended.
+
+    Raises:
+        AssertionError: when it neither finished nor crashed where it was told to.
+    """
+    child = FORKS.Process(target=action, args=args, kwargs=kwargs)
+    child.start()
+    child.join()
+    assert child.exitcode in (0, CRASH_EXIT), f"exit code {child.exitcode}: see stderr"
+    return child.exitcode
 
 
 def save_forever(rank, world, root, width, start, store, *, wait, done):

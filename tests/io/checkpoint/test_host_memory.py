@@ -54,6 +54,15 @@ def connect(names: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     return connect
 
 
+@pytest.fixture
+def url(connect: Callable[..., None]) -> RemotePath:
+    """A run with its first checkpoint; this process is on the first of three hosts."""
+    connect()
+    url = make_path("hostmemory://job")
+    save(url, 1, *build(1.0), {"step": 1})
+    return url
+
+
 def test_a_run_in_memory_is_saved_pruned_and_loaded(connect: Callable[..., None]) -> None:
     connect()
     url = "hostmemory://a run/of two words"
@@ -76,11 +85,8 @@ def test_a_run_in_memory_is_saved_pruned_and_loaded(connect: Callable[..., None]
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_a_lost_host_loses_no_checkpoint(
-    lost: int, names: list[str], connect: Callable[..., None]
+    lost: int, url: RemotePath, names: list[str], connect: Callable[..., None]
 ) -> None:
-    connect()
-    url = make_path("hostmemory://job")
-    save(url, 1, *build(1.0), {"step": 1})
     copies = [len(list(folder_of(name).rglob("*.safetensors"))) for name in names]
     assert copies == [1, 1, 0]  # of the only rank, which is on the first host
     lose(names[lost])
@@ -94,22 +100,16 @@ def test_a_lost_host_loses_no_checkpoint(
 
 
 def test_without_all_files_there_is_no_checkpoint(
-    names: list[str], connect: Callable[..., None]
+    url: RemotePath, names: list[str], connect: Callable[..., None]
 ) -> None:
-    connect()
-    url = make_path("hostmemory://job")
-    save(url, 1, *build(1.0), {"step": 1})
     lose(names[0]), lose(names[1])
     connect()
     assert latest(url) is not None and find_complete(url) is None
 
 
 def test_a_host_that_was_away_does_not_bring_back_an_older_latest(
-    names: list[str], connect: Callable[..., None]
+    url: RemotePath, names: list[str], connect: Callable[..., None]
 ) -> None:
-    connect()
-    url = make_path("hostmemory://job")
-    save(url, 1, *build(1.0), {"step": 1})
     connect(*names[1:])
     save(url, 2, *build(2.0), {"step": 2})
     connect()
@@ -136,11 +136,8 @@ def test_an_upload_is_visible_when_it_is_complete(
 
 
 def test_a_host_that_does_not_answer_fails_a_save_and_not_a_load(
-    names: list[str], connect: Callable[..., None]
+    url: RemotePath, names: list[str], connect: Callable[..., None]
 ) -> None:
-    connect()
-    url = make_path("hostmemory://job")
-    save(url, 1, *build(1.0), {"step": 1})
     lose(names[1])
     address = host_memory._get_hosts().ring[1]
     end = time.monotonic() + 20

@@ -2,16 +2,13 @@ import errno
 import os
 import resource
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from moecore.io import Saver, latest, load, save
 from moecore.io.checkpoint import directory, lock
-from tests.io.checkpoint.kills import FORKS, build, kill_at_random, loaded_step
-
-CRASH_EXIT = 77
+from tests.io.checkpoint.kills import CRASH_EXIT, build, in_child, kill_at_random, loaded_step
 
 
 @pytest.mark.slow
@@ -33,19 +30,6 @@ CRASH_POINTS = {
     "replace": (Path, "replace"),
     "remove": (shutil, "rmtree"),
 }
-
-
-def in_child(action: Callable[..., None], *args: object, **kwargs: object) -> int:
-    """Run in a process of its own, where limits and crashes stay; return how it ended.
-
-    Raises:
-        AssertionError: when it neither finished nor crashed where it was told to.
-    """
-    child = FORKS.Process(target=action, args=args, kwargs=kwargs)
-    child.start()
-    child.join()
-    assert child.exitcode in (0, CRASH_EXIT), f"exit code {child.exitcode}: see stderr"
-    return child.exitcode
 
 
 def save_and_crash(root: Path, step: int, point: str, nth: int) -> None:

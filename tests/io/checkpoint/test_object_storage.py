@@ -17,9 +17,7 @@ from moecore.io.checkpoint.lock import REMOTE_OWNER
 from moecore.io.checkpoint.object_storage import RemotePath, make_path
 from tests.io.checkpoint import faulty_store
 from tests.io.checkpoint.faulty_store import Requests
-from tests.io.checkpoint.kills import FORKS, build, fill, loaded_step
-
-CRASH_EXIT = 77
+from tests.io.checkpoint.kills import CRASH_EXIT, build, fill, in_child, loaded_step
 
 
 @pytest.fixture
@@ -141,18 +139,10 @@ def save_and_crash(root: RemotePath, step: int, nth: int, keep: int) -> None:
     save(root, step, *build(float(step)), {"step": step}, keep=keep)
 
 
-def in_child(*args: object) -> int:
-    child = FORKS.Process(target=save_and_crash, args=args)
-    child.start()
-    child.join()
-    assert child.exitcode in (0, CRASH_EXIT), f"exit code {child.exitcode}: see stderr"
-    return child.exitcode
-
-
 @pytest.mark.slow
 def test_a_job_that_dies_at_any_request_leaves_the_old_or_the_new_checkpoint(root: Any) -> None:
     step, nth, left = 1, 1, []
-    while in_child(root, step + 1, nth, 1) == CRASH_EXIT:
+    while in_child(save_and_crash, root, step + 1, nth, 1) == CRASH_EXIT:
         left.append(loaded_step(root) - step)
         step, nth = step + 1, nth + 1
         if not left[-1]:

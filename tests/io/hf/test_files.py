@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 
 from moecore.io import load, load_hf, save
-from moecore.io.checkpoint.files import join_problems
 from moecore.io.hf.convert import hf_to_native
 from moecore.io.hf.files import CONFIG, INDEX, HFFiles
 from moecore.io.hf.quant import dequantize_fp8, dequantize_mxfp4, find_sources
@@ -216,11 +215,6 @@ def test_damage_is_named(damage, message, tmp_path):
     assert "\n" not in str(info.value)
 
 
-def test_a_path_that_is_no_directory(tmp_path):
-    with pytest.raises(ValueError, match=r"must be a Hugging Face directory: it is not there"):
-        HFFiles(tmp_path / "none")
-
-
 def fuzzed(data: bytes, rng: random.Random) -> bytes:
     """Change the length, the header or the size of a file."""
     size = int.from_bytes(data[:8], "little")
@@ -338,11 +332,6 @@ def test_a_file_that_becomes_shorter_between_two_reads(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     error, total = done.stdout.splitlines()
     assert error.endswith("it was cut meanwhile") and float(total) == 1024
-
-
-def test_long_lists_are_cut():
-    assert join_problems(["a", "b"]) == "a; b"
-    assert join_problems([*map(str, range(13))]).endswith("; 9 (and 3 more)")
 
 
 @pytest.mark.parametrize("name", ["x" * 10**6, "model\nlayers\r\n.x", "\x1b[2J" * 10**4], ids=len)

@@ -205,16 +205,6 @@ def test_small_chunks_give_the_same(tmp_path, monkeypatch):
     assert report.bytes_read == sum(t.nbytes for t in state.values())
 
 
-def test_a_head_that_to_empty_cut_loose_is_tied_again(tmp_path):
-    model = random_model("mixtral", tie_word_embeddings=True)
-    model.save_pretrained(tmp_path)
-    loaded = empty_like(model)
-    assert loaded.lm_head.weight is not loaded.model.embed_tokens.weight
-    load_hf(tmp_path, loaded)
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
-
-
 def test_dtypes_widen_and_round_only_when_told(tmp_path):
     model = random_model("qwen3-moe")
     low = {n: t.bfloat16() for n, t in model.state_dict().items()}

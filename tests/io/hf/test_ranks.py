@@ -24,6 +24,7 @@ from moecore.io.hf.export import export_hf
 from moecore.io.hf.load import load_hf
 from moecore.models import Decoder, preset
 from tests.families.transformers.hf_models import random_model
+from tests.helpers.errors import error_of
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
 from tests.io.hf.dirs import assert_same_directory, fp8_state, mxfp4_state, write_directory
@@ -153,32 +154,24 @@ def run_case(root: Path, name: str, layout: str, truth: dict[str, Tensor]) -> di
 def errors_on_ranks(root: Path) -> dict[str, list[str]]:
     """What every rank raises when something is wrong, on all or on one."""
     found, model, other = {}, build("qwen2-moe", "fsdp"), build("native", "fsdp")
-
-    def message(action: Any) -> str:
-        try:
-            action()
-        except (ValueError, IndexError, OSError) as error:
-            return str(error)
-        return ""
-
-    found["missing"] = gather_objects(message(lambda: load_hf(root / "none", model)))
-    found["other model"] = gather_objects(message(lambda: load_hf(root / "native", model)))
+    found["missing"] = gather_objects(error_of(lambda: load_hf(root / "none", model)))
+    found["other model"] = gather_objects(error_of(lambda: load_hf(root / "native", model)))
     rank = dist.get_rank()
     if rank == 2:
         object.__setattr__(other, "config", replace(CONFIG, norm_eps=1e-3))
     found["one rank"] = gather_objects(
-        message(lambda: export_hf(other, root / "broken", config=TINY_JSON))
+        error_of(lambda: export_hf(other, root / "broken", config=TINY_JSON))
     )
     if rank == 2:
         object.__setattr__(other, "config", CONFIG)
     hidden = root / "qwen2-moe" if rank != 2 else root / "qwen3-hidden"
     hidden.mkdir(exist_ok=True)
-    found["hidden"] = gather_objects(message(lambda: load_hf(hidden, model)))
+    found["hidden"] = gather_objects(error_of(lambda: load_hf(hidden, model)))
     found["unchanged"] = gather_objects(
         all(bool(get_local_tensor(t).isnan().all()) for t in model.state_dict().values())
     )
     with shrinking() if rank == 2 else nullcontext():
-        found["shrinking"] = gather_objects(message(lambda: load_hf(root / "native", other)))
+        found["shrinking"] = gather_objects(error_of(lambda: load_hf(root / "native", other)))
     found["left behind"] = gather_objects(sorted(p.name for p in root.glob("*broken*")))
     return found
 

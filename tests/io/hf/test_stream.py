@@ -20,6 +20,7 @@ from moecore.io.hf.stream import WeightStream, stream_weights
 from moecore.models import Decoder, preset
 from moecore.train import AdamW
 from tests.families.transformers.hf_models import random_model
+from tests.helpers.errors import error_of
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
 from tests.io.hf.test_config import TINY_JSON
@@ -125,7 +126,7 @@ def lora_case(root: Path) -> dict[str, Any]:
     """Adapters apart, merged by the stream, and merged in place; on experts in FP8 alone too."""
     from moecore.base.options.precision import Precision, Recipe
     from moecore.precision import store_experts_in_fp8
-    from tests.families.transformers.lora_cases import adapted_model
+    from tests.families.transformers.lora_cases import adapted_model, in_peft_form, updates
 
     found: dict[str, Any] = {}
     precision = Precision(recipe=Recipe(), roles=("experts",))
@@ -154,43 +155,13 @@ def lora_case(root: Path) -> dict[str, Any]:
         merged = passed(stream)
         found[f"base {case}"] = merged.keys() == base.keys()
         if is_stored:  # merged in place nowhere: the base plus what one matrix at a time adds
-            found["stored"] = equal(merged, merged_by_hand(base, model))
+            deltas = updates(in_peft_form(model), dim=128, scale=6 / 4)
+            found["stored"] = equal(merged, base | {n: base[n] + delta for n, delta in deltas})
         else:
             merge_adapters(model)
             found["merged"] = equal(merged, exported(model, root / "lora-merged"))
             found["after"] = equal(passed(stream), merged)
     return found
-
-
-def merged_by_hand(base: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Return base weights plus s * B A of each matrix, by peft's own layout of A and B."""
-    from tests.families.transformers.lora_cases import in_peft_form
-
-    adapters, found = in_peft_form(model), dict(base)
-    for name, b in adapters.items():
-        path = name.removeprefix("base_model.model.").removesuffix(".lora_B.weight")
-        if path.endswith(".lora_A.weight"):
-            continue
-        a, path = adapters[name.replace("lora_B", "lora_A")], path.replace(".base_layer", "")
-        if "experts" not in path:
-            found[f"{path}.weight"] = base[f"{path}.weight"] + (b @ a) * (6 / 4)
-            continue
-        E = sum(key.startswith(path) and key.endswith("up_proj.weight") for key in base)
-        roles = ("down_proj",) if b.shape[0] == 128 else ("gate_proj", "up_proj")
-        for e in range(E):
-            delta = (b.unflatten(1, (-1, E))[:, :, e] @ a.unflatten(0, (E, -1))[e]) * (6 / 4)
-            for role, part in zip(roles, delta.chunk(len(roles)), strict=True):
-                key = f"{path}.{e}.{role}.weight"
-                found[key] = base[key] + part
-    return found
-
-
-def message(action: Any) -> str:
-    try:
-        action()
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return ""
 
 
 def changes_case() -> dict[str, list[Any]]:
@@ -242,14 +213,14 @@ def changes_case() -> dict[str, list[Any]]:
     late = stream.changed_since(stream.version)
     found["one rank"] = [meta.name for meta in late.metadata()]
     train()
-    found["late"] = message(lambda: passed(late))
+    found["late"] = error_of(lambda: passed(late))
     other = stream_weights(model)
-    found["other"] = message(lambda: other.changed_since(stream.version))
-    found["none"] = message(lambda: other.version)
-    found["stepped"] = message(stepped)
+    found["other"] = error_of(lambda: other.changed_since(stream.version))
+    found["none"] = error_of(lambda: other.version)
+    found["stepped"] = error_of(stepped)
     # The first tensor has been given by then, the last one has not.
     found["wrote"] = [
-        message(lambda name=name, write=write: wrote(name, write))  # type: ignore[misc]
+        error_of(lambda name=name, write=write: wrote(name, write))  # type: ignore[misc]
         for name in ("model.embed_tokens.weight", "model.norm.weight")
         for write in (
             lambda x: x.data.add_(1.0),
@@ -258,10 +229,10 @@ def changes_case() -> dict[str, list[Any]]:
             lambda x: x.detach().numpy().__iadd__(1.0),
         )
     ]
-    found["left"] = message(lambda: left(early=dist.get_rank() == 1))
+    found["left"] = error_of(lambda: left(early=dist.get_rank() == 1))
     with closing(iter(stream)) as one:
         next(one)
-        found["two"] = message(lambda: passed(stream))
+        found["two"] = error_of(lambda: passed(stream))
     train()
     found["after"] = equal(passed(stream), passed(stream_weights(model)))
     return {name: gather_objects(value) for name, value in found.items()}
@@ -332,6 +303,6 @@ def test_what_ends_a_stream_is_one_line_on_every_rank(results: dict[str, Any]) -
     for text in found["two"]:
         assert text.startswith("stream (with an open pass) must have one pass at a time")
     of_leaver = found["left"].pop(1)
-    assert of_leaver == ""
+    assert of_leaver == "no error"
     assert set(found["left"]) == {"rank 1 has left a stream of weights before its end"}
     assert found["after"] == [True] * WORLD

@@ -18,7 +18,7 @@ from moecore import (
 from moecore.models import Decoder, preset
 from moecore.parallel.model.parallel_state import list_engines
 from moecore.train import AdamW, materialize
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 
 STEPS, MICRO_BATCHES = 3, 2
 CASES: dict[str, dict[str, Any]] = {
@@ -85,9 +85,7 @@ def worker(_rank: int, _device: torch.device) -> dict[str, bool]:
     return equal
 
 
-@pytest.fixture(scope="module")
-def ranks() -> dict[str, bool]:
-    return run_ranks(4, worker)
+ranks = ranks_fixture(4, worker)
 
 
 @pytest.mark.parametrize("case", CASES)

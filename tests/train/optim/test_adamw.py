@@ -19,7 +19,8 @@ from moecore.kernels.adamw_formats import join_master_ref
 from moecore.models import Decoder, preset
 from moecore.parallel.model.clip import clip_and_step
 from moecore.train import AdamW
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
+from tests.train.optim.test_host_step import make_params, train, two_groups
 
 Optimizer = torch.optim.Optimizer
 NUM_STEPS = 6
@@ -34,34 +35,10 @@ KINDS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
 }
 
 
-def make_params(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    torch.manual_seed(0)
-    sizes = [(5, 3), (7,), (2, 30, 4), (), (0, 4)]
-    return [nn.Parameter(torch.randn(size).to(dtype)) for size in sizes]
-
-
-def train(params: list[nn.Parameter], optimizer: Optimizer, steps: range) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        for i, param in enumerate(params):
-            # One has no gradient at first, so that step counts differ.
-            missing = i == 1 and step < 2
-            grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-            param.grad = None if missing else grad
-        optimizer.step()
-
-
 def check_alike(got: list[nn.Parameter], want: list[nn.Parameter]) -> None:
     for a, b in zip(got, want, strict=True):
         rtol = 2.0**-6 if a.dtype == torch.bfloat16 else 2e-6
         torch.testing.assert_close(a, b, rtol=rtol, atol=2e-7)
-
-
-def two_groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
-    return [
-        {"params": params[:2], "lr": torch.tensor(3e-2), "betas": (0.5, 0.9)},
-        {"params": params[2:], "weight_decay": 0.0, "eps": 1e-3},
-    ]
 
 
 def test_steps_of_torch() -> None:
@@ -432,9 +409,7 @@ def all_results(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     return {"losses": found, "partial": partial_gradients()}
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_ranks(4, all_results, str(tmp_path_factory.mktemp("runs")))
+ranks = ranks_fixture(4, all_results, in_folder=True)
 
 
 def test_clipped_sharded_saved(ranks: dict[str, Any]) -> None:

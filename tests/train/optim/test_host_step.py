@@ -15,9 +15,8 @@ from moecore.models import Decoder, preset
 from moecore.train import AdamW, HostAdamW, StateOffload
 from moecore.train.memory.host import Slabs
 from moecore.train.optim import host_step
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.train.optim.late_stream import late_copies  # noqa: F401, a fixture
-from tests.train.optim.test_adamw import two_groups
 from tests.train.optim.test_state_offload import sharded_run as offloaded_run
 
 NUM_STEPS = 5
@@ -49,6 +48,13 @@ def train(params, optimizer, steps=range(NUM_STEPS), **signals) -> None:
         optimizer.step()
         for name in signals:
             delattr(optimizer, name)
+
+
+def two_groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [
+        {"params": params[:2], "lr": torch.tensor(3e-2), "betas": (0.5, 0.9)},
+        {"params": params[2:], "weight_decay": 0.0, "eps": 1e-3},
+    ]
 
 
 def equal_state(a: Optimizer, b: Optimizer) -> bool:
@@ -222,9 +228,7 @@ def all_runs(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     return {"host": found, "offload": offloaded}
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_ranks(3, all_runs, str(tmp_path_factory.mktemp("runs")))
+runs = ranks_fixture(3, all_runs, in_folder=True)
 
 
 def test_shards_clipping_skips_and_checkpoints(runs: dict[str, Any]) -> None:
