@@ -17,6 +17,7 @@ from moecore.attention.context_parallel import local_tokens as lt
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence
 from moecore.base.options.context import ContextOptions
+from moecore.base.rank_checks import gather_objects
 from moecore.kernels.attention import attention_backward
 from moecore.kernels.zigzag import assign_tokens_to_cp_ranks, make_row_cu_seqlens
 from tests.attention import linear_cases
@@ -163,10 +164,8 @@ def worker(rank: int, device: torch.device) -> dict[Any, Any]:
                 results["sparse", size, packed, kind] = found
     if rank < 2:
         results |= halves(groups[2], device)
-    everything: list[Any] = [None] * 6
-    dist.all_gather_object(everything, results)
     merged: dict[Any, Any] = {}
-    for one in everything:
+    for one in gather_objects(results):
         for key, values in one.items():
             merged[key] = [max(pair) for pair in zip(values, merged.get(key, values), strict=True)]
     return merged

@@ -55,15 +55,14 @@ from moecore.train import AdamW
 from tests.helpers.parts import on_parts
 from tests.helpers.sliced import sliced
 from tests.helpers.whole import Held, gather_whole
+from tests.moe.moe_cases import ALL_LOSSES, CONFIGS
 from tests.moe.reference import ReferenceOutput, moe_reference
 from tests.parallel.fsdp.units import unit_of
 
 OF_GPT_OSS: dict[str, Any] = dict(attention_bias="all", windows=(5, 0), attention_sinks=True)
 OPTIMIZERS = ("sgd", "adamw")  # one per step
-ALL_LOSSES = BalanceConfig(
-    micro_batch_coef=0.03, sequence_coef=0.05, global_batch_coef=0.07, z_loss_coef=0.01
-)
-MOE = MoEConfig(dim=48, hidden_dim=48, num_experts=24, top_k=3, balance=ALL_LOSSES)
+SIZES: dict[str, Any] = dict(dim=48, hidden_dim=48, num_experts=24, top_k=3)
+MOE = MoEConfig(**SIZES, balance=ALL_LOSSES)
 BALANCED = replace(MOE, normalize_weights=False, shared_hidden_dim=32)
 MODELS = {
     "softmax": MOE,
@@ -78,15 +77,7 @@ MODELS = {
         shared_hidden_dim=16,
         balance=replace(ALL_LOSSES, bias_update_rate=0.01),
     ),
-    "biases": replace(
-        MOE,
-        score_order="post",
-        router_bias=True,
-        activation="clamped_swiglu",
-        activation_limit=1.0,
-        fc1_bias=True,
-        fc2_bias=True,
-    ),
+    "biases": replace(CONFIGS["gpt-oss"], **SIZES, balance=ALL_LOSSES),
     # Forced choices: a rounded hidden state would pick other experts than fp32 does.
     "balanced": BALANCED,
     # Wide enough for kernels that gather their rows first.

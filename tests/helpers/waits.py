@@ -22,11 +22,17 @@ def asleep(what: str) -> Iterator[None]:
 
 
 @contextmanager
+def syncs_are_errors() -> Iterator[None]:
+    """Return a context in which torch raises where the host waits for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
 def launched(what: str) -> Iterator[None]:
     """Return a context that raises if the host waits within for any of the GPU's streams."""
-    with asleep(what):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    with asleep(what), syncs_are_errors():
+        yield

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from moecore.base.rank_checks import gather_objects
+
 K, T = TypeVar("K"), TypeVar("T")
 
 
@@ -56,9 +58,7 @@ def by_turns(keys: Iterable[K], compute: Callable[[K], T]) -> dict[K, T]:
     For references of one process, which all ranks compare with.
     """
     mine = {key: compute(key) for key in list(keys)[dist.get_rank() :: dist.get_world_size()]}
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    return {key: found for of_rank in every for key, found in of_rank.items()}
+    return {key: found for of_rank in gather_objects(mine) for key, found in of_rank.items()}
 
 
 def gather_whole(tensors: dict[str, Any], rank: int = 0) -> dict[str, Tensor]:

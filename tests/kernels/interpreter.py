@@ -3,7 +3,7 @@
 Its types are records of Python that it makes anew for each result: most of a small kernel's time.
 Here a launch makes each type once, and a comparison of equal shapes ends early. Functions of
 `triton.language` are replaced once for all launches. Values are computed
-by the same code. `test_interpreter.py` compares the types with those of Triton.
+by the same code.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,19 +21,6 @@ from triton.runtime import interpreter
 from moecore.kernels.rows.microscaling import unpack_e2m1
 
 CAN_PATCH = hasattr(interpreter, "_patch_lang")  # another release is slower but as right
-
-# What Triton has where `_patch_types` has its own.
-TYPES_OF_TRITON = [
-    (owner, name, getattr(owner, name, None))
-    for owner, name in (
-        (core.block_type, "__init__"),
-        (core.block_type, "with_element_ty"),
-        (core.tensor, "__init__"),
-        (core.tuple, "__init__"),
-        (core.dtype, "__eq__"),
-        (interpreter, "_get_np_dtype"),
-    )
-]
 
 
 @contextmanager

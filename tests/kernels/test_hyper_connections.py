@@ -8,6 +8,7 @@ from moecore.kernels import hyper_connections
 from moecore.kernels import hyper_connections as hc
 from moecore.kernels.common import INTERPRET
 from tests.helpers.grids import beside
+from tests.helpers.saved import list_saved
 
 # Tokens, streams, dim and iterations. A token's program takes 1024 elements of a stream at a time,
 # and the gradient's program BLOCK_T tokens.
@@ -137,14 +138,11 @@ def test_what_backward_keeps(device: str) -> None:
     """Streams and the sublayer's output once, and 45 numbers per token, in fp32."""
     T, N, D = 6, 4, 64
     *given, y = (t.requires_grad_() for t in leaves(T, N, D, torch.bfloat16, device))
-    kept: dict[int, int] = {}
 
-    def pack(t: Tensor) -> Tensor:
-        kept[t.data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    def forward() -> None:
         _, collapsed = hc.collapse_streams(*given, options(20))
         hc.expand_streams(y, collapsed)
+
+    kept = {t.data_ptr(): t.untyped_storage().nbytes() for t in list_saved(forward)}
     num_bytes = sum(kept.values()) - sum(t.nbytes for t in given[1:])
     assert num_bytes == T * (2 * N * D + 2 * D + 4 * (24 + 20 + 1))

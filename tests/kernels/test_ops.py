@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,7 +8,6 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -27,6 +27,7 @@ from moecore.kernels.rows.activation import ActivationOptions, weighted_activati
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.kernels.rows.record import Rows
+from tests.helpers.operations import Operations
 from tests.kernels.choices import SIGMOID
 from tests.kernels.experts.chosen import expert_mlp
 
@@ -35,17 +36,8 @@ ROUTE_OPTIONS = replace(SIGMOID, top_k=K, scale=2.0)
 IDS = torch.tensor([[0, 1], [1, 2], [3, 0], [2, -1], [1, 3], [0, 2]], dtype=torch.int32)
 
 
-class Watch(TorchDispatchMode):
-    """Changes nothing, and notes which operations of moecore it saw."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> object:
-        if func.namespace == "moecore":
-            self.seen.append(func._opname)
-        return func(*args, **(kwargs or {}))
+# Notes which operations of moecore run.
+Watch = partial(Operations, lambda func, _: func._opname if func.namespace == "moecore" else None)
 
 
 def _scale(x: Tensor, y: Tensor, factor: float) -> tuple[Tensor, Tensor]:
@@ -192,7 +184,7 @@ def test_same_bits_and_same_memory_either_way(name: str, frozen: int | None, dev
     outputs, grads, kept = run(case, device, frozen)
     with Watch() as watch:
         expected, expected_grads, expected_kept = run(case, device, frozen)
-    assert frozen is not None or set(watch.seen) == case[2]
+    assert frozen is not None or set(watch.found) == case[2]
     assert [o.requires_grad for o in outputs] == [o.requires_grad for o in expected]
     assert kept == expected_kept
     for ours, theirs in zip(outputs + grads, expected + expected_grads, strict=True):

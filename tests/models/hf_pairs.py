@@ -15,6 +15,7 @@ from moecore.models import (
     SparseKeysConfig,
     YarnConfig,
 )
+from tests.moe.moe_cases import CONFIGS as LAYERS
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=97, dim=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, max_seq_len=64
@@ -265,18 +266,7 @@ def gpt_oss() -> Pair:
         attention_sinks=True,
         yarn=yarn,
         norm_eps=1e-5,
-        moe=MoEConfig(
-            dim=64,
-            hidden_dim=32,
-            num_experts=8,
-            top_k=3,
-            score_order="post",
-            router_bias=True,
-            activation="clamped_swiglu",
-            activation_limit=1.0,
-            fc1_bias=True,
-            fc2_bias=True,
-        ),
+        moe=replace(LAYERS["gpt-oss"], dim=64, hidden_dim=32, top_k=3),
     )
     return hf, ours
 

@@ -223,24 +223,20 @@ def test_latent_experts_by_hand() -> None:
         with_latent_experts(accuracy, 16)
 
 
+SMALL = DecoderConfig(
+    vocab_size=8, dim=4, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=2, mlp_hidden_dim=16
+)
+
+
 def test_flops_of_a_small_decoder_by_hand():
     # One dense layer, D = 4, 2 heads of 2, V = 8, F = 16: q, k, v, o are 4 x 16 = 64, the MLP is
     # 3 * 64 = 192, three norms of 4 = 12, the head is 32. Attention: 1 layer * 4 * T.
-    config = DecoderConfig(
-        vocab_size=8,
-        dim=4,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=2,
-        mlp_hidden_dim=16,
-    )
-    assert flops_per_token(config, 10) == 6 * (64 + 192 + 12 + 32) + 6 * 4 * 10
+    assert flops_per_token(SMALL, 10) == 6 * (64 + 192 + 12 + 32) + 6 * 4 * 10
     # Five tokens see 1, 2, 3, 3, 3 keys in one of two layers: w - w^2 / (2 T), up to half a key.
-    windowed = replace(config, num_layers=2, windows=(3, 0))
-    all_keys = replace(config, num_layers=2)
+    windowed = replace(SMALL, num_layers=2, windows=(3, 0))
+    all_keys = replace(SMALL, num_layers=2)
     fewer = flops_per_token(all_keys, 5) - flops_per_token(windowed, 5)
-    assert fewer == pytest.approx(3 * (5 - (6 - 9 / 5)) * config.num_heads * 2 * config.head_dim)
+    assert fewer == pytest.approx(3 * (5 - (6 - 9 / 5)) * SMALL.num_heads * 2 * SMALL.head_dim)
     # A layer of linear attention: 2 * 8 + 2 * 16 + 2 weights per input, 4 taps of 32 channels, 16
     # weights per output, 1 + 1 + 16 of vectors, and a state of 8 * 16 numbers, whatever T.
     delta = GatedDeltaConfig(num_k_heads=1, num_v_heads=1, head_k_dim=8, head_v_dim=16)
@@ -254,23 +250,15 @@ def test_flops_of_a_small_decoder_by_hand():
     mamba = Mamba2Config(num_k_heads=1, num_v_heads=2, head_k_dim=8, head_v_dim=16)
     halves = dict(num_layers=3, pattern="M*-", mlp_activation="relu2", linear_attention=mamba)
     params = 4 * (2 * 32 + 2 * 8 + 2) + 5 * 48 + 32 * 4 + 2 + 2 + 2 + 32 + 4
-    found = flops_per_token(replace(config, **halves), 10)
+    found = flops_per_token(replace(SMALL, **halves), 10)
     assert found == 6 * (params + 64 + 4 + 128 + 4 + 4 + 32) + 6 * 4 * 10 + 12 * 2 * 8 * 16
-    tied = replace(config, tie_embeddings=True)
-    assert flops_per_token(tied, 10) == flops_per_token(config, 10)
-    assert num_params(config) - num_params(tied) == 32
+    tied = replace(SMALL, tie_embeddings=True)
+    assert flops_per_token(tied, 10) == flops_per_token(SMALL, 10)
+    assert num_params(SMALL) - num_params(tied) == 32
 
 
 def test_cost_of_a_document_by_hand():
-    config = DecoderConfig(
-        vocab_size=8,
-        dim=4,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=2,
-        mlp_hidden_dim=16,
-    )
+    config = replace(SMALL, num_kv_heads=1)
     # q, k, v, o are 16 + 8 + 8 + 16, the rest is 192 + 12 + 32; a pair is 3 * 2 * 4 FLOPs. Keys and
     # values of a token are 8 bytes, 0.04 ns; a pair of a forward is 8 FLOPs, 1 / 75,000 ns.
     cost = document_cost(config)

@@ -26,6 +26,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.base.rank_checks import gather_objects
 from moecore.families.family import ProtocolFamily
 from moecore.models import Decoder, DecoderConfig, SparseKeysConfig
 from moecore.moe.aux_loss import list_aux_losses
@@ -173,9 +174,7 @@ def all_expected(chosen: list[Case]) -> list[tuple[Case, dict[str, Tensor]]]:
         (case, expected(case, max(steps for other, steps in every if other == case)))
         for case in cases[dist.get_rank() :: WORLD]
     ]
-    everything: list[Any] = [None] * WORLD
-    dist.all_gather_object(everything, own)
-    return [one for found in everything for one in found]
+    return [one for found in gather_objects(own) for one in found]
 
 
 def expected(case: Case, num_steps: int) -> dict[str, Tensor]:

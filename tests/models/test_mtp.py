@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore import BalanceConfig, MoEConfig
+from moecore import BalanceConfig
 from moecore.attention.sequence import shift_rows
 from moecore.models import (
     Decoder,
@@ -20,23 +20,22 @@ from moecore.models import (
 from tests.io.hf.states import hf_state
 from tests.models.hf_pairs import YARN, deepseek, randomize
 from tests.models.plain_decoder import PlainLosses, plain_losses
+from tests.parallel.small_decoder import small_decoder
 
 BALANCE = BalanceConfig(micro_batch_coef=0.1, sequence_coef=0.2, z_loss_coef=0.01)
 DEEPSEEK = replace(preset("tiny-deepseek-v3"), ce_chunk_tokens=7)
 DEEPSEEK = replace(DEEPSEEK, moe=replace(DEEPSEEK.moe, balance=BALANCE))
-GROUPED = DecoderConfig(
+GROUPED = small_decoder(
+    32,
+    24,
     vocab_size=60,
-    dim=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
+    max_seq_len=4096,
     qk_norm="head",
     tie_embeddings=True,
     dense_layers=(1,),  # and so is the module's MLP
     mlp_hidden_dim=48,
     ce_chunk_tokens=7,
-    moe=MoEConfig(dim=32, hidden_dim=24, num_experts=4, top_k=2, balance=BALANCE),
+    moe=dict(balance=BALANCE),
 )
 WINDOWED = replace(  # the second layer and the modules; alone it would hide what sinks do
     GROUPED,

@@ -15,12 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from moecore.base.options.precision import Recipe
 from moecore.base.regions import recompute_products
 from moecore.base.torch_private import get_storage_key
-from moecore.kernels.experts.contract import SINK, GradTarget
+from moecore.kernels.experts.contract import SINK
 from moecore.kernels.linear import PlainProducts
 from moecore.models import tp_products
 from moecore.models.tensor_parallel import TensorParallel
@@ -28,7 +27,9 @@ from moecore.precision.apply import make_linear_products
 from moecore.precision.plain import Linear, set_products
 from moecore.train.memory.recompute import recompute, share_region_outputs
 from tests.helpers.ranks import ranks_fixture, run_ranks
+from tests.helpers.saved import list_saved
 from tests.helpers.sliced import sliced
+from tests.moe.test_deferred_linear import Sink
 
 B = 2
 DTYPES = (torch.float32, torch.bfloat16)
@@ -105,27 +106,8 @@ def compare(tp: TensorParallel, device: torch.device) -> dict[tuple[Any, str], A
 
 def saved_bytes(function: Callable[[], Any]) -> int:
     """Return the bytes of storages that a forward saves."""
-    kept: dict[int, Tensor] = {}
-
-    def keep(x: Tensor) -> Tensor:
-        kept[get_storage_key(x)] = x
-        return x
-
-    with saved_tensors_hooks(keep, lambda x: x):
-        out = function()
-    del out
+    kept = {get_storage_key(x): x for x in list_saved(function)}
     return sum(x.untyped_storage().nbytes() for x in kept.values())
-
-
-class Sink:
-    """Defers every gradient."""
-
-    def __init__(self) -> None:
-        self.waiting: list[Callable[[], Tensor]] = []
-
-    def defer(self, compute: Callable[..., Tensor], *operands: Any) -> bool:
-        self.waiting.append(lambda: compute(*operands, GradTarget()))
-        return True
 
 
 def deferred(tp: TensorParallel, x: Tensor, dy: Tensor) -> list[bool]:
@@ -138,11 +120,11 @@ def deferred(tp: TensorParallel, x: Tensor, dy: Tensor) -> list[bool]:
             assert isinstance(linear, nn.Linear)
             set_products(linear, PlainProducts())
             linear.products.defers = True  # type: ignore[attr-defined, union-attr]
-            sinks[name] = Sink()
+            sinks[name] = Sink(defers=True)
             setattr(linear.weight, SINK, lambda _, name=name: sinks[name])
         found = computed(layer, x, dy)
     assert set(want) - set(found) == set(PROJECTIONS)
-    later = {name: compute() for name, sink in sinks.items() for compute in sink.waiting}
+    later = {name: sink.later() for name, sink in sinks.items()}
     return [torch.equal(value, (found | later)[name]) for name, value in want.items()]
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from moecore import BalanceConfig, MoEConfig, MoELayer, NVLinkOptions, ParallelConfig, build_meshes
+from moecore.base.torch_private import get_local_tensor
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.hierarchical import HierarchicalDispatcher
@@ -140,11 +140,7 @@ def gradients(layer: MoELayer, xs: list[Tensor], *, recompute: bool = False) -> 
     for y in ys:
         y.backward(weights_of(y))
     grads = [p.grad for p in layer.parameters()]
-    return [*(y.detach() for y in ys), *(x.grad for x in xs), *map(local, grads)]  # type: ignore[misc]
-
-
-def local(tensor: Any) -> Any:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return [*(y.detach() for y in ys), *(x.grad for x in xs), *map(get_local_tensor, grads)]  # type: ignore[misc]
 
 
 def equal(ones: list[Tensor], others: list[Tensor]) -> bool:

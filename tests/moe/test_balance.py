@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from moecore import BalanceConfig, MoEConfig, MoELayer
-from moecore.moe.balance import LOSS_NAMES, BalanceGroups, LoadTracker, compute_balance_losses
+from moecore.moe.balance import LOSS_NAMES, BalanceGroups, LoadTracker
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.records import Routing
 from moecore.moe.state import MoEState
+from tests.helpers.operations import Operations
 from tests.moe.moe_cases import BASE, assert_equal_to_scale, leaves, make_layer
 from tests.moe.reference import moe_reference
 
@@ -35,34 +35,6 @@ def routing_from(ids_TK: Tensor, logits_TE: Tensor) -> Routing:
     return Routing(
         expert_ids_TK=ids_TK, weights_TK=ids_TK.float(), logits_TE=logits_TE, chosen_ids_TK=ids_TK
     )
-
-
-def losses_of(routing: Routing, config: MoEConfig, num_sequences: int = 1, **kw: Any) -> Tensor:
-    ids_TK = routing.chosen_ids_TK
-    return compute_balance_losses(routing, ids_TK, num_sequences, config, BalanceGroups(), **kw)
-
-
-def test_the_three_scopes_by_hand() -> None:
-    """Two sequences of two tokens, two experts, K=1."""
-    ids = torch.tensor([[0], [0], [0], [1]])
-    scores = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.6, 0.4], [0.3, 0.7]])
-    base = replace(BASE, num_experts=2, top_k=1)
-    routing = routing_from(ids, scores.log())
-    f, p = (0.75, 0.25), (0.65, 0.35)
-    micro = 2 * (f[0] * p[0] + f[1] * p[1])
-    assert float(losses_of(routing, replace(base, balance=only("micro_batch", 1.0)), 2)[0]) == (
-        pytest.approx(micro)
-    )
-    first, second = 2 * (1.0 * 0.85 + 0.0 * 0.15), 2 * (0.5 * 0.45 + 0.5 * 0.55)
-    assert float(losses_of(routing, replace(base, balance=only("sequence", 1.0)), 2)[1]) == (
-        pytest.approx((first + second) / 2)
-    )
-    globally = replace(base, balance=only("global_batch", 1.0))
-    assert float(losses_of(routing, globally, 2)[2]) == pytest.approx(micro)
-    prior = torch.tensor([1, 11])
-    f = (4 / 16, 12 / 16)
-    found = losses_of(routing, globally, 2, prior_counts_E=prior)[2]
-    assert float(found) == pytest.approx(2 * (f[0] * p[0] + f[1] * p[1]))
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
@@ -205,21 +177,12 @@ def test_global_batch_loss_refuses_a_recompute_that_would_differ() -> None:
 
 
 def test_a_layer_without_losses_launches_nothing_before_backward() -> None:
-    class Record(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ops: list[str] = []
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            self.ops.append(str(func))
-            return func(*args, **(kwargs or {}))
-
     config = replace(BASE, num_experts=4)
     tracker, y = LoadTracker(config), torch.ones(3, 5, requires_grad=True)
     routing = routing_from(torch.tensor([[0, 1], [2, -1], [0, 2]]), torch.zeros(3, 4))
-    with Record() as record:
+    with Operations(lambda func, _: str(func)) as record:
         out = tracker.attach_losses(y, routing, MicroBatch(), None)
-    assert set(record.ops) == {"aten.detach.default"}
+    assert set(record.found) == {"aten.detach.default"}
     out.sum().backward()
     assert tracker.counts is not None and tracker.counts.choices_E.tolist() == [2, 1, 2, 0]
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore import (
@@ -16,8 +15,10 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.base.rank_checks import gather_objects
 from moecore.models import Decoder, preset
 from moecore.moe.balance import LOSS_NAMES
+from tests.helpers.errors import error_of
 from tests.helpers.ranks import run_ranks
 from tests.moe.moe_cases import BASE, leaves, make_layer
 from tests.moe.reference import moe_reference
@@ -107,12 +108,9 @@ def refusal_of_a_loop(numbers: tuple[int, int]) -> str:
     for place, number in enumerate(numbers):
         with step.micro_batch():
             model(tokens(0, place)[:number]).backward()
-    try:
-        step.finish()
-    except ValueError as error:
-        step.drop()
-        return str(error)
-    return "none"
+    error = error_of(step.finish)
+    step.drop()
+    return error
 
 
 def worker(rank: int, _device: torch.device) -> Any:
@@ -132,9 +130,7 @@ def worker(rank: int, _device: torch.device) -> Any:
                 near = abs(got - value) <= 1e-5 * abs(value)
                 near &= bool((got_grad - grad).abs().max() <= 1e-5 * grad.abs().max())
                 wrong += [] if near else [(name, label, how, got, value)]
-    every: list[Any] = [None] * WORLD
-    dist.all_gather_object(every, wrong)
-    return every
+    return gather_objects(wrong)
 
 
 def test_what_has_no_tokens_weighs_nothing() -> None:
@@ -190,9 +186,7 @@ def layouts_worker(rank: int, _device: torch.device) -> Any:
             if (grad - want).abs().max() > 1e-5 * want.abs().max():
                 wrong.append((layout, name, float((grad - want).abs().max() / want.abs().max())))
         step.finish()
-    every: list[Any] = [None] * 4
-    dist.all_gather_object(every, wrong)
-    return every
+    return gather_objects(wrong)
 
 
 def test_every_layout_has_the_mean_over_what_has_tokens() -> None:

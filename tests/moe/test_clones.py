@@ -25,6 +25,7 @@ from moecore import (
     build_meshes,
 )
 from moecore.base.options.precision import Recipe
+from moecore.base.rank_checks import gather_objects
 from moecore.base.torch_private import tree_leaves
 from moecore.kernels.exchange.clones import ClonePlaces
 from moecore.kernels.experts.contract import ExpertWeights
@@ -83,9 +84,7 @@ def placed(num_clones: int) -> tuple[Any, ExpertPlacement]:
 def of_blocks(found: Any) -> list[Any]:
     """Return what every block of experts has found."""
     meshes, _ = placed(0)
-    everyone: list[Any] = [None] * EP
-    dist.all_gather_object(everyone, found, group=meshes.expert.get_group("ep"))
-    return everyone
+    return gather_objects(found, meshes.expert.get_group("ep"))
 
 
 def travel() -> list[Any]:

@@ -18,7 +18,9 @@ from moecore.kernels.exchange.clones import ClonePlaces
 from moecore.moe.clones import Cloner
 from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
+from tests.helpers.errors import error_of
 from tests.helpers.ranks import ranks_fixture
+from tests.helpers.waits import syncs_are_errors
 from tests.kernels.exchange.oracles import bring_home_ref, fetch_ref
 from tests.moe.test_nvlink_gpu import (
     NUM_RANKS,
@@ -29,7 +31,6 @@ from tests.moe.test_nvlink_gpu import (
     place_of,
     pytestmark,
     step,
-    syncs_are_errors,
 )
 
 __all__ = ["pytestmark"]
@@ -139,6 +140,7 @@ def layers() -> dict[str, Any]:
         x.normal_().add_(seed % 3)  # the same experts are hot on all ranks
         graph.replay()
         replayed = [t.clone() for t in found]
+        torch.cuda.synchronize()
         with syncs_are_errors():
             eager = step(cloned, x)
         good = good and all(torch.equal(a, b) for a, b in zip(replayed, eager, strict=True))
@@ -162,10 +164,7 @@ def absent_rank() -> str:
         exchange.fetch_clone_weights([rows], places)
         exchange.fetch_clone_weights([rows], places)  # waits no more, for nobody
         torch.cuda.synchronize()
-        try:
-            pool.get_clone_exchange(rows.device)
-        except RuntimeError as error:
-            message = str(error)
+        message = error_of(lambda: pool.get_clone_exchange(rows.device))
     dist.barrier()  # nobody frees what another rank still writes
     return message
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore import CapacityConfig, MemoryOptions, ParallelConfig, build_meshes
+from moecore.base.rank_checks import gather_objects
 from moecore.base.saved_tensors import use_packer
 from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.moe.dispatch import alltoall
@@ -293,9 +294,7 @@ def worker(rank: int, device: torch.device, cases: list[tuple[Any, ...]]) -> dic
         found: dict[str, Any] = {"fp32": fp32_errors(cases), "bf16": bf16_ratios()}
         checks = {case: traffic(case) | bits(case) for case in dispatchers.CASES}
         found["saved"] = {case: saved_bytes(case) for case in dispatchers.CASES}
-    by_rank: list[Any] = [None] * dispatchers.WORLD
-    dist.all_gather_object(by_rank, checks)
-    return found | {"checks": by_rank}
+    return found | {"checks": gather_objects(checks)}
 
 
 def compiling_worker(rank: int, device: torch.device) -> dict[str, Any]:

@@ -1,17 +1,13 @@
 """Experts: grouped against sequential against a loop over experts written out here."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moecore import MoEConfig
 from moecore.base.params import compute_global_indices
@@ -23,6 +19,7 @@ from moecore.moe import backends
 from moecore.moe.expert_layout import ExpertLayout, compute_expert_shapes
 from moecore.moe.experts import Experts
 from moecore.moe.records import ExpertInput
+from moecore.planning import fake_world
 from tests.moe.moe_cases import BASE, assert_equal_to_scale
 
 ACTIVATIONS = ["swiglu", "geglu", "relu2", "clamped_swiglu", "limited_swiglu", "situ_glu"]
@@ -37,19 +34,6 @@ LAYOUTS = {
     ),
 }
 BACKENDS = ["torch", "sequential"]
-
-
-@contextmanager
-def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    # DTensor's cache would hand out the mesh of another rank's world: equal meshes, other places.
-    _clear_sharding_prop_cache()
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def make_experts(config: MoEConfig, layout: ExpertLayout, seed: int = 0) -> Experts:
@@ -345,7 +329,7 @@ def test_the_shards_of_all_ranks_add_up_to_the_whole(activation, layout, ep, etp
         {n: torch.zeros(p.shape) for n, p in whole.named_parameters()},
     )
     for rank in range(ep * etp):
-        with fake_world(rank, ep * etp):
+        with fake_world(ep * etp, rank):
             mesh = init_device_mesh("cpu", (ep, etp), mesh_dim_names=("ep", "etp"))
             module = make_experts(config, LAYOUTS[layout])
             module.shard_parameters(mesh)

@@ -33,7 +33,7 @@ from moecore.moe.records import ExpertInput
 from moecore.parallel.model import request as request_file
 from moecore.precision.plain import ProductLinear
 from moecore.train import AdamW
-from tests.kernels.experts.chosen import list_saved
+from tests.helpers.saved import list_saved
 from tests.moe.fp8_reference import experts_scaled
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
@@ -102,36 +102,6 @@ def test_a_plain_layer_quantises_once_for_forward_and_backward(quantised: list[s
     for done in (1, 2):
         layer(tokens()).sum().backward()
         assert quantised == ["kept", "kept"] * done
-
-
-@pytest.mark.parametrize("kept", [True, False], ids=["kept", "freed"])
-def test_micro_batches_of_a_step_share_one_quantisation(quantised: list[str], kept: bool) -> None:
-    model = whole_model(KEPT if kept else FSDPOptions())
-    step = TrainStep(model, AdamW(model.parameters(), lr=1e-3), num_micro_batches=3)
-    for _ in range(2):
-        quantised.clear()
-        for seed in range(3):
-            with step.micro_batch():
-                model(tokens(seed).requires_grad_()).sum().backward()
-        # Without a kept copy forward and backward of each micro-batch make their own.
-        assert quantised == (["kept"] * 2 if kept else ["again"] * 12)
-        step.finish()
-
-
-@pytest.mark.parametrize("name", ["moecore", "fused", "foreach"])
-def test_no_step_computes_with_weights_of_the_one_before(name: str) -> None:
-    """Fused optimizers change weights and count it nowhere."""
-    model = whole_model()
-    how = {} if name == "moecore" else {name: True}
-    make = AdamW if name == "moecore" else torch.optim.AdamW
-    step = TrainStep(model, make(model.parameters(), lr=0.1, **how), num_micro_batches=2)
-    for _ in range(3):
-        for _ in range(2):
-            with step.micro_batch():
-                y = model(tokens())
-                y.sum().backward()
-            assert torch.equal(y, fresh(model))
-        step.finish()
 
 
 def in_place(model: nn.Module) -> None:

@@ -34,12 +34,14 @@ from moecore import (
 )
 from moecore import parallelize_moe as parallelize
 from moecore.base.options.precision import Precision, Recipe
+from moecore.base.rank_checks import gather_objects
 from moecore.kernels.experts.contract import OPERANDS
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.clones import Cloner
 from moecore.moe.experts import Experts
 from moecore.precision.amax import advance_amax
 from moecore.train import AdamW
+from tests.helpers.errors import error_of
 from tests.helpers.grids import beside
 from tests.helpers.ranks import ranks_fixture
 from tests.moe.dispatchers import by_stores
@@ -104,8 +106,7 @@ def one_process(ranks: tuple[int, ...]) -> dict[str, Tensor]:
 
 def largest(errors: dict[str, float]) -> dict[str, float]:
     """Return the largest error of all ranks, by quantity."""
-    everyone: list[Any] = [None] * WORLD
-    dist.all_gather_object(everyone, errors)
+    everyone = gather_objects(errors)
     return {name: max(one[name] for one in everyone) for name in errors}
 
 
@@ -219,17 +220,12 @@ def travelled(recipe: Recipe | None, rank: int) -> tuple[list[str], str]:
 
         patched.setattr(EmulatedExchange, "dispatch_rows", recorded)
         model(batch(rank)).sum().backward()
-    error = ""
 
     def doubles(_: nn.Module, args: Any, y: Any) -> None:
         y.y_RD.register_hook(lambda grad: grad * 2)
 
     experts.register_forward_hook(doubles)
-    try:
-        model(batch(rank)).sum().backward()
-    except RuntimeError as found:
-        error = str(found)
-    return sent, error
+    return sent, error_of(lambda: model(batch(rank)).sum().backward())
 
 
 def quantisations(fsdp: FSDPOptions, rank: int) -> dict[str, Any]:
@@ -328,7 +324,7 @@ def test_gradients_of_outputs_travel_as_fp8_where_experts_quantise_them_alike(re
     again = "torch.uint8"  # the tokens, whose rows are not kept
     assert alike[0] == ["torch.uint8", again] and "must not change between combine" in alike[1]
     for sent, error in others:
-        assert sent == ["torch.float32", again] and not error
+        assert sent == ["torch.float32", again] and error == "no error"
 
 
 @pytest.mark.parametrize("cloned", CLONED, ids="-".join)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from moecore import ParallelConfig, build_meshes, parallelize_moe
 from moecore.moe.placement import ExpertPlacement, make_domain_placement
 from moecore.parallel.mesh import count_ranks_per_fabric
+from tests.helpers.errors import error_of
 from tests.helpers.ranks import ranks_fixture
 from tests.moe.dispatchers import CONFIG, make_layer
 
@@ -45,11 +46,8 @@ def refusals() -> dict[str, str]:
     found = {}
     of_host = {"LOCAL_WORLD_SIZE": "2" if dist.get_rank() < 2 else "1"}
     for name, call in calls.items():
-        try:
-            with patch.dict(os.environ, of_host if name.startswith("hosts") else {}):
-                call()
-        except ValueError as error:
-            found[name] = str(error)
+        with patch.dict(os.environ, of_host if name.startswith("hosts") else {}):
+            found[name] = error_of(call)
     return found
 
 

@@ -1,5 +1,3 @@
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -9,6 +7,7 @@ from torch import Tensor
 
 from moecore import BalanceConfig, MoEConfig, MoELayer
 from moecore.kernels.common import has_hopper_kernels
+from tests.helpers.waits import syncs_are_errors
 from tests.moe.reference import moe_reference
 
 pytestmark = pytest.mark.gpu
@@ -132,15 +131,6 @@ def test_bf16_error_is_at_most_twice_that_of_plain_bf16(name, backend, num_token
     for key, value in expected.items():
         pairs = zip(errors(ours[key], value), errors(plain[key], value), strict=True)
         assert all(a <= 2 * b + 1e-4 for a, b in pairs), key
-
-
-@contextmanager
-def syncs_are_errors() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(("name", "backend"), IN_BF16)

@@ -28,6 +28,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.options.memory import MemoryOptions, StashOptions
+from moecore.base.torch_private import get_local_tensor
 from moecore.kernels.exchange.buffer import ERROR_WORD, NEEDED_WORD
 from moecore.kernels.experts.contract import Refetch, UnsummedInput
 from moecore.kernels.rows.record import Rows
@@ -42,15 +43,15 @@ from moecore.parallel.model import phases
 from moecore.parallel.model.parallel_state import get_capacity, get_parallel_state
 from moecore.parallel.model.phases import choose_dispatcher
 from moecore.parallel.pipeline.orders import PAIRING
+from tests.helpers.errors import error_of
 from tests.helpers.ranks import ranks_fixture
-from tests.kernels.experts.chosen import list_saved
+from tests.helpers.saved import list_saved
 from tests.moe.dispatchers import (
     MAX_TOKENS,
     PLAIN,
     by_stores,
     equal,
     gradients,
-    local,
     local_tokens,
     make_layer,
     placed,
@@ -89,22 +90,6 @@ def exchange_of(exchanges: EmulatedExchangePool) -> EmulatedExchange:
     made = exchanges.get_exchange(torch.zeros(3, 16), 2)
     assert isinstance(made, EmulatedExchange)
     return made
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(max_tokens=0), r"NVLinkOptions.max_tokens \(0\) must be a whole number >= 1 or None"),
-        (dict(row_factor=0.0), r"NVLinkOptions.row_factor \(0.0\) must be a finite number > 0"),
-        (
-            dict(timeout_s=float("inf")),
-            r"NVLinkOptions.timeout_s \(inf\) must be a finite number > 0",
-        ),
-    ],
-)
-def test_options_are_checked(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        NVLinkOptions(**options)
 
 
 def test_asking_for_it_where_it_can_not_work_is_one_line(group: dist.ProcessGroup) -> None:
@@ -430,7 +415,7 @@ def frozen_input(layer: MoELayer, other: MoELayer, x: Tensor) -> bool:
     for one in (layer, other):
         one.zero_grad()
         one(x.detach()).sum().backward()
-        found.append([local(p.grad) for p in one.parameters()])
+        found.append([get_local_tensor(p.grad) for p in one.parameters()])
     return equal(*found)  # type: ignore[arg-type]
 
 
@@ -448,13 +433,9 @@ def changed_gradient(layer: MoELayer, x: Tensor) -> str:
         args[0].unsummed.grad_handle_RD.register_hook(lambda grad: grad * 2)
 
     hook = layer.get_part("experts").register_forward_pre_hook(scale)
-    try:
-        gradients(layer, [x])
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        hook.remove()
-    return ""
+    error = error_of(lambda: gradients(layer, [x]))
+    hook.remove()
+    return error
 
 
 def room() -> dict[str, Any]:
@@ -468,12 +449,8 @@ def room() -> dict[str, Any]:
     for layer in (whole, roomy, tight):
         inp = layer.dispatcher.dispatch(x, layer.router(x))
         rows.append((inp.index.row_ids_R.numel(), int(inp.index.offsets_e[-1])))
-    message = ""
     exchanges = tight.dispatcher.exchanges  # type: ignore[attr-defined]
-    try:
-        exchanges.raise_reported_errors()
-    except RuntimeError as error:
-        message = str(error)
+    message = error_of(exchanges.raise_reported_errors)
     needed = int(rows[0][1])
     return {"same": same, "rows": rows, "message": message, "needed": needed}
 
@@ -505,10 +482,7 @@ def disagreements() -> dict[str, str]:
         x = torch.zeros(3, chosen.pop("dim", 16))
         fp8 = chosen.pop("fp8", False)
         exchanges = ExchangePool(group, ep=4, options=NVLinkOptions(**chosen), fp8=fp8)
-        try:
-            exchanges._compare_options(x, 2, 132)
-        except ValueError as error:
-            found[name] = str(error)
+        found[name] = error_of(partial(exchanges._compare_options, x, 2, 132))
     most = ExchangePool(group, ep=4)._compare_options(torch.zeros(3 + dist.get_rank(), 16), 2, 132)
     return found | {"most": str(most)}
 

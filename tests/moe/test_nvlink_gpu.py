@@ -6,8 +6,7 @@ without a sum over columns, so that every bit of forward and gradients can be co
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,10 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes
 from moecore.base.options.dispatch import NVLinkOptions
+from moecore.base.rank_checks import gather_objects
+from moecore.base.torch_private import get_local_tensor
 from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
@@ -34,6 +34,7 @@ from moecore.moe.records import (
     UnsummedRows,
     convert_to_summed_input,
 )
+from tests.helpers.errors import error_of
 from tests.helpers.ranks import gpu_of_rank, num_gpu_ranks, ranks_fixture
 from tests.moe.rounded import RoundedDispatcher
 
@@ -226,10 +227,7 @@ def fp8_layers() -> dict[str, Any]:
     ours, others, wides = (step(layer, x) for layer in (kept, again, wide))
     for layer in (kept, again):
         layer.dispatcher.exchanges.wait_and_raise_errors()  # type: ignore[attr-defined]
-    errors = [
-        float((a - b).float().norm() / b.float().norm()) for a, b in zip(ours, wides, strict=True)
-    ]
-    return {"sent again": not bool(differ(ours, others)), "errors": errors}
+    return {"sent again": not bool(differ(ours, others)), "errors": distances(ours, wides)}
 
 
 def stress() -> dict[str, Any]:
@@ -280,16 +278,6 @@ def replay(ours: NVLinkDispatcher) -> bool:
     return good
 
 
-@contextmanager
-def syncs_are_errors() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def absent_rank() -> tuple[str, float]:
     """The last rank stays away from one dispatch; return rank 0's error and its seconds."""
     place = place_of(NUM_RANKS, 1)
@@ -318,14 +306,7 @@ def overflow() -> list[str]:
     batch = batch_of(place, MAIN, MOST_TOKENS, 0)
     batch.ids_TK.copy_(torch.arange(MAIN.top_k, device="cuda").expand_as(batch.ids_TK))
     run(ours, batch)
-    message = ""
-    try:
-        ours.exchanges.wait_and_raise_errors()
-    except RuntimeError as error:
-        message = str(error)
-    found: list[Any] = [None] * NUM_RANKS
-    dist.all_gather_object(found, message)
-    return found
+    return gather_objects(error_of(ours.exchanges.wait_and_raise_errors))
 
 
 def make_layer(place: ExpertPlacement) -> MoELayer:
@@ -345,7 +326,7 @@ def step(layer: MoELayer, x: Tensor) -> list[Tensor]:
     leaf = x.detach().requires_grad_()
     y = layer(leaf)
     grads = torch.autograd.grad(y, [leaf, *layer.parameters()], torch.cos(x.detach()))
-    return [t.to_local() if isinstance(t, DTensor) else t for t in (y, *grads)]
+    return [get_local_tensor(t) for t in (y, *grads)]
 
 
 def overlapped_layer() -> dict[str, bool]:
@@ -391,23 +372,20 @@ def captured(run_step: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph
     return graph, found
 
 
-def whole_layer() -> dict[str, float]:
+def whole_layer() -> list[float]:
     """Return how far output and gradients of a layer are from those over alltoall."""
     place = place_of(NUM_RANKS, 1)
-    layer = make_layer(place)
+    layer, results = make_layer(place), []
     x = torch.randn(300 + dist.get_rank(), 256, device="cuda", dtype=torch.bfloat16)
-    results = []
     for dispatcher in (nvlink_of(place), AllToAllDispatcher(place)):
         layer.dispatcher = dispatcher
-        layer.zero_grad()
-        x = x.detach().requires_grad_()
-        y = layer(x)
-        y.backward(torch.cos(x.detach()))
-        grads = {n: p.grad for n, p in layer.named_parameters()}
-        local = {n: g.to_local() if hasattr(g, "to_local") else g for n, g in grads.items()}
-        results.append({"y": y.detach(), "x": x.grad, **local})
-    ours, other = results
-    return {n: float((ours[n] - t).float().norm() / t.float().norm()) for n, t in other.items()}
+        results.append(step(layer, x))
+    return distances(*results)
+
+
+def distances(ours: list[Tensor], others: list[Tensor]) -> list[float]:
+    pairs = zip(ours, others, strict=True)
+    return [float((a - b).float().norm() / b.float().norm()) for a, b in pairs]
 
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
@@ -451,7 +429,7 @@ def test_replayed_graph_equals_eager_though_the_routing_changes(results: dict[st
 def test_whole_layer_agrees_with_alltoall(results: dict[str, Any]) -> None:
     """Products may be tiled otherwise for another room: a rounding, not more."""
     found = results["whole_layer"]
-    assert len(found) >= 5 and all(error < 5e-3 for error in found.values()), found
+    assert len(found) >= 5 and all(error < 5e-3 for error in found), found
 
 
 def test_whatever_overlaps_a_layer_has_the_same_bits(results: dict[str, Any]) -> None:

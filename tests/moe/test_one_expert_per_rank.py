@@ -16,6 +16,8 @@ from torch import Tensor
 
 from moecore import CapacityConfig, MoEConfig, MoELayer, ParallelConfig, build_meshes
 from moecore.base.options.precision import Recipe
+from moecore.base.rank_checks import gather_objects
+from moecore.base.torch_private import get_local_tensor
 from moecore.kernels.experts import backward, expert_mlp
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.hierarchical import HierarchicalDispatcher
@@ -23,7 +25,7 @@ from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.placement import ExpertPlacement, make_domain_placement
 from moecore.parallel.mesh import make_domain_groups
 from tests.helpers.ranks import ranks_fixture
-from tests.moe.dispatchers import equal, local
+from tests.moe.dispatchers import equal
 from tests.moe.emulated_exchange import EmulatedExchangePool
 
 pytestmark = pytest.mark.slow
@@ -90,7 +92,7 @@ def run(
     x = torch.randn(counts[dist.get_rank()], config.dim, generator=generator).requires_grad_()
     y = layer(x)
     y.backward(torch.linspace(-1, 1, config.dim).expand_as(y).contiguous())
-    grads = [local(p.grad) for p in layer.parameters()]
+    grads = [get_local_tensor(p.grad) for p in layer.parameters()]
     return [1 / value for value in (y.detach(), x.grad, *grads)]
 
 
@@ -116,9 +118,7 @@ def worker(rank: int, device: torch.device) -> list[dict[str, tuple[bool, int]]]
             values = run(**fields)
         with patch.object(ExpertPlacement, "find_unsummed", lambda *_: None):
             found[name] = equal(values, run(**fields)), len(sums)
-    by_rank: list[Any] = [None] * WORLD
-    dist.all_gather_object(by_rank, found)
-    return by_rank
+    return gather_objects(found)
 
 
 results = ranks_fixture(WORLD, worker)

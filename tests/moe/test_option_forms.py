@@ -71,22 +71,6 @@ def test_the_same_positions_of_all_sequences_stay(drop: Any) -> None:
     assert torch.equal(layer(x, mask).any(-1), wanted)
 
 
-def test_capacity_of_eval() -> None:
-    """None drops nothing in eval; a factor of its own replaces that of training."""
-    x = mc.tokens(40, 32)
-    for factor, eval_factor in ((0.4, None), (0.4, 0.2)):
-        capacity = CapacityConfig(factor=factor, eval_factor=eval_factor)
-        layer = mc.make_layer(replace(mc.BASE, capacity=capacity))
-        chosen = layer.router(x).chosen_ids_TK
-        loads = torch.bincount(chosen.flatten().long(), minlength=8)
-        for training, C in ((True, 4), (False, 40 if eval_factor is None else 2)):
-            routing = layer.train(training).router(x)
-            ids = routing.expert_ids_TK.flatten()
-            kept = torch.bincount(ids[ids >= 0].long(), minlength=8)
-            assert torch.equal(kept, loads.clamp(max=C))
-            assert torch.equal(routing.chosen_ids_TK, chosen)
-
-
 def test_expert_choice_gives_every_expert_exactly_its_tokens() -> None:
     config = replace(mc.BASE, assignment="expert_choice")
     layer, x = mc.make_layer(config), mc.tokens(2, 20, 32)
@@ -100,15 +84,6 @@ def test_expert_choice_gives_every_expert_exactly_its_tokens() -> None:
     assert (layer.router(x.view(40, 32)).expert_ids_TK >= 0).all(), "all experts: no token is out"
 
 
-def test_expert_choice_has_its_own_capacity_in_eval() -> None:
-    x = mc.tokens(40, 32)
-    for eval_factor, C in ((None, 5), (2.0, 20)):
-        capacity = CapacityConfig(factor=0.5, eval_factor=eval_factor)
-        layer = mc.make_layer(replace(mc.BASE, assignment="expert_choice", capacity=capacity))
-        assert (layer.router(x).expert_ids_TK >= 0).sum(0).tolist() == [5] * 8
-        assert (layer.eval().router(x).expert_ids_TK >= 0).sum(0).tolist() == [C] * 8
-
-
 def skew_router(layer: MoELayer) -> None:
     """All tokens like the first experts: every x has a 1 in its first place."""
     with torch.no_grad():
@@ -119,23 +94,6 @@ def loads_of(layer: MoELayer, x_TD: Tensor) -> Tensor:
     ids = layer.router(x_TD).chosen_ids_TK.flatten().long()
     loads = torch.bincount(ids[ids >= 0], minlength=layer.config.num_experts).double()
     return loads / loads.mean()
-
-
-def test_sinkhorn_evens_out_what_is_skewed_and_eval_does_not() -> None:
-    x = mc.tokens(512, 32)
-    x[:, 0] = 1.0
-    learned, sinkhorn = (
-        mc.make_layer(replace(mc.BASE, assignment=a))
-        for a in ("learned", "sinkhorn")  # type: ignore[arg-type]
-    )
-    skew_router(learned)
-    skew_router(sinkhorn)
-    assert float(loads_of(learned, x).max()) > 2
-    loads = loads_of(sinkhorn, x)
-    assert float(loads.max()) < 1.15 and float(loads.min()) > 0.85
-    assert torch.equal(loads_of(sinkhorn.eval(), x), loads_of(learned.eval(), x))
-    same = sinkhorn.router(x)
-    assert torch.equal(same.weights_TK, learned.router(x).weights_TK)
 
 
 @pytest.mark.parametrize("scale", [2.0, 4.0])

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moecore import BalanceConfig, MoEConfig, MoELayer, ParallelConfig, build_meshes
 from moecore.base.options.layer import CapacityConfig
+from moecore.base.rank_checks import gather_objects
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
@@ -272,9 +273,7 @@ def _messages(layer: MoELayer, numbers: list[int]) -> list[str]:
             layer(torch.zeros(number, 32))
     except (ValueError, RuntimeError) as caught:
         message = f"{type(caught).__name__}: {caught}"
-    messages: list[Any] = [None] * 4
-    dist.all_gather_object(messages, message)
-    return messages
+    return gather_objects(message)
 
 
 def _host_reads(dispatcher: str, folding: str, training: bool) -> str:

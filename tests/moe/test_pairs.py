@@ -23,14 +23,14 @@ from moecore import (
     DispatchOptions,
     FSDPOptions,
     MemoryOptions,
-    MoEConfig,
     ParallelConfig,
     TrainStep,
     build_meshes,
     parallelize_moe,
 )
+from moecore.base.rank_checks import gather_objects
 from moecore.base.torch_private import is_inside_backward
-from moecore.models import Decoder, DecoderConfig
+from moecore.models import Decoder
 from moecore.moe.pairs import Pairs
 from moecore.parallel.fsdp.transport import PackedTransport
 from moecore.parallel.model.parallel_state import get_moe_state
@@ -38,20 +38,12 @@ from moecore.parallel.pipeline.layout import parse_layout
 from tests.helpers.grids import asked_for
 from tests.helpers.grids import beside as beside_nightly
 from tests.helpers.ranks import run_ranks
+from tests.parallel.small_decoder import small_decoder
 
 pytestmark = pytest.mark.slow
 
 WORLD, N = 4, 3
-CONFIG = DecoderConfig(
-    vocab_size=61,
-    dim=32,
-    num_layers=4,  # even: both sides are in the same block at one time
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_seq_len=32,
-    moe=MoEConfig(dim=32, hidden_dim=24, num_experts=4, top_k=2),
-)
+CONFIG = small_decoder(32, 24, num_layers=4)  # even: both sides are in one block at one time
 FREED = FSDPOptions(param_dtype=torch.bfloat16)
 STAYING = replace(FREED, dense_strategy="optim")
 Run = Callable[[Callable[[], Any], Callable[[], None]], Any]
@@ -372,8 +364,7 @@ def worker(rank: int, device: torch.device, names: list[str]) -> dict[str, Any]:
         differences[name], by = both(device, **CASES[name])
         if name in ORDERED:
             orders[name] = order(by)
-    every: list[Any] = [None] * WORLD
-    dist.all_gather_object(every, (differences, orders))
+    every = gather_objects((differences, orders))
     return {
         "differences": [one for one, _ in every],
         "order": {case: [one[case] for _, one in every] for case in ORDERED},

@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from moecore.precision.apply import make_linear_products
 from moecore.train import AdamW
 from tests.helpers import te_definition
 from tests.helpers.te_definition import RECIPES, te_defined
+from tests.helpers.waits import syncs_are_errors
 from tests.kernels.experts.test_expert_mlp import make
 from tests.kernels.experts.test_fp8_products import OUTPUTS, check
 from tests.kernels.experts.test_te_products import options_of, oracle, run
@@ -92,6 +94,15 @@ def defined(compute: Callable[[str], Any]) -> Any:
         return compute("cpu")
 
 
+def of_experts(recipe, splits: list[int], t: Tensor, operand: Any, over_rows: bool) -> Any:
+    """Return the matrices of three experts, or rows of each, as products take them."""
+    parts = [t.shape[1]] * 3 if t.ndim == 3 else splits
+    t = t.detach().reshape(-1, t.shape[-1])
+    if recipe is None:
+        return t.split(parts)
+    return te.quantise_experts(t, parts, recipe, operand, over_rows=over_rows)
+
+
 def products(recipe: Recipe | None, device: str) -> dict[str, Tensor]:
     """The three products of a linear, alone and of experts with 0, 128 and 256 rows."""
     generator = torch.Generator().manual_seed(0)
@@ -105,13 +116,7 @@ def products(recipe: Recipe | None, device: str) -> dict[str, Tensor]:
             return t
         return te.quantise(t, recipe, operand, over_rows=over_rows)
 
-    def many(t: Tensor, operand: Any, over_rows: bool) -> Any:
-        parts = [t.shape[1]] * 3 if t.ndim == 3 else splits
-        t = t.reshape(-1, t.shape[-1])
-        if recipe is None:
-            return t.split(parts)
-        return te.quantise_experts(t, parts, recipe, operand, over_rows=over_rows)
-
+    many = partial(of_experts, recipe, splits)
     w, rows, both = w_eNK[0], False, True
     found["y"] = te.multiply_quantised(
         one(w, "weight", rows), one(x, "activation", rows), "TN", BF16
@@ -181,13 +186,7 @@ def test_products_are_those_of_its_own_grouped_linear(name: str | None) -> None:
         y = module(x, splits)
     y.backward(dy)
 
-    def many(t: Tensor, operand: Any, over_rows: bool) -> Any:
-        parts = [384] * 3 if t.ndim == 3 else splits
-        t = t.detach().reshape(-1, t.shape[-1])
-        if recipe is None:
-            return t.split(parts)
-        return te.quantise_experts(t, parts, recipe, operand, over_rows=over_rows)
-
+    many = partial(of_experts, recipe, splits)
     found = torch.empty_like(y)
     matrices, rows = many(w_eNK, "weight", False), many(x, "activation", False)
     te.multiply_quantised_experts(matrices, rows, "TN", [found], splits)
@@ -285,15 +284,13 @@ def test_one_host_sync(name: str | None) -> None:
     grad = torch.randn_like(x)
     layer(x).backward(grad)
     torch.cuda.synchronize()
-    try:
+    with syncs_are_errors():
         torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             y = layer(x)
         torch.cuda.set_sync_debug_mode("error")
         y.backward(grad)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert sum("synchronizing" in str(w.message) for w in caught) == 1
 
 

@@ -30,15 +30,18 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.options.precision import Recipe
+from moecore.base.rank_checks import gather_objects
+from moecore.base.torch_private import get_local_tensor
 from moecore.kernels.rows.packed import count_packed_bytes
 from moecore.moe.dispatch import alltoall
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.records import Dispatcher
+from tests.helpers.errors import error_of
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
 from tests.helpers.te_definition import te_defined
-from tests.moe.dispatchers import WORLD, E, by_stores, equal, far_stores, local, placed, two_levels
+from tests.moe.dispatchers import WORLD, E, by_stores, equal, far_stores, placed, two_levels
 from tests.moe.rounded import RoundedDispatcher
 
 pytestmark = pytest.mark.slow
@@ -152,7 +155,7 @@ def gradients(
         with torch.no_grad():
             assert torch.equal(y, layer(*args))
     y.backward(torch.cos(torch.arange(y.numel())).view_as(y).to(dtype))
-    return [y.detach(), x.grad, *(local(p.grad) for p in layer.parameters())]  # type: ignore[list-item]
+    return [y.detach(), x.grad, *(get_local_tensor(p.grad) for p in layer.parameters())]  # type: ignore[list-item]
 
 
 @cache
@@ -229,11 +232,8 @@ def hooked(folding: str) -> str:
     """The error where a hook changes the gradient of experts whose gradients came as FP8."""
     layer = blockwise(folding, True)
     layer.get_part("experts").register_forward_hook(lambda _, __, y: y * 2)
-    try:
-        layer(torch.randn(8, 256, dtype=torch.bfloat16)).sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    x = torch.randn(8, 256, dtype=torch.bfloat16)
+    return error_of(lambda: layer(x).sum().backward())
 
 
 def refusals() -> dict[str, str]:
@@ -257,13 +257,7 @@ def refusals() -> dict[str, str]:
         "columns over alltoall": dispatch("ep2-edp3"),
         "columns over two levels": dispatch("3 x 2"),
     }
-    found = {}
-    for name, one in calls.items():
-        try:
-            one()
-        except ValueError as error:
-            found[name] = str(error)
-    return found
+    return {name: error_of(one) for name, one in calls.items()}
 
 
 def worker(rank: int, device: torch.device, cases: list[tuple[str, str]]) -> dict[str, Any]:
@@ -273,9 +267,7 @@ def worker(rank: int, device: torch.device, cases: list[tuple[str, str]]) -> dic
         found[f"traffic/{folding}"] = traffic(folding, True), traffic(folding, False)
         found[f"hooked/{folding}"] = hooked(folding)
     found["refused"] = refusals()
-    everyone: list[Any] = [None] * WORLD
-    dist.all_gather_object(everyone, found)
-    return {"everyone": everyone}
+    return {"everyone": gather_objects(found)}
 
 
 @pytest.fixture(scope="module")

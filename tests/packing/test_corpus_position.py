@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from moecore.base.rank_checks import gather_objects
 from moecore.packing import (
     CorpusError,
     CorpusLoader,
@@ -23,6 +24,7 @@ from moecore.packing import (
     ScheduledLoader,
 )
 from moecore.packing.corpus.partitions import Cursor
+from tests.helpers.errors import error_of
 from tests.helpers.ranks import run_ranks
 
 DOCUMENTS = [[i] * (1 + i % 9) for i in range(30)]
@@ -301,42 +303,32 @@ def _made(rank: int, changes: dict[str, Any]) -> CorpusLoader:
     return one
 
 
-def _error_of(call: Any) -> str:
-    try:
-        call()
-    except CorpusError as error:
-        return str(error)
-    return "no error"
-
-
 def compared(rank: int, device: torch.device) -> Any:
     """Return by case the errors of both ranks."""
     found = {}
     for name, (changes, _) in OTHERWISE.items():
         one = _made(rank, changes)
-        found[name] = [_error_of(one.__next__), _error_of(one.__next__)]
+        found[name] = [error_of(one.__next__), error_of(one.__next__)]
     ahead = _made(rank, {})
     next(ahead)
     if rank:
         next(ahead)
-    found["state_dict"] = [_error_of(ahead.state_dict)]
+    found["state_dict"] = [error_of(ahead.state_dict)]
     for name, lengths in {"streams": (3, 4), "equal streams": (3, 3), "ends": (3, 90)}.items():
         stream = Stream([[1] * 50] * lengths[rank])
         streams = loader(stream, partitions=16, data_rank=rank, data_ranks=2)
         for _ in range(60):
             next(streams)
-        found[name] = [_error_of(streams.state_dict)]
+        found[name] = [error_of(streams.state_dict)]
     sources = [CorpusSource(name="web", documents=DOCUMENTS[rank:])]
     options = CorpusOptions(row_tokens=8, partitions=4)
     where = dict(rows=2, max_tokens=8, data_rank=rank, data_ranks=2)
     scheduled = ScheduledLoader(sources, options, **where)
-    found["scheduled"] = [_error_of(scheduled.__next__)]
+    found["scheduled"] = [error_of(scheduled.__next__)]
     alike = _made(rank, {})
     next(alike), next(alike)
     found["alike"] = [alike.state_dict()]
-    of_ranks: list[Any] = [None, None]
-    torch.distributed.all_gather_object(of_ranks, found)
-    return of_ranks
+    return gather_objects(found)
 
 
 def test_data_ranks_that_differ_are_one_line_on_each() -> None:

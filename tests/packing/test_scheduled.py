@@ -22,6 +22,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.base.rank_checks import gather_objects
 from moecore.families import use_causal_attention
 from moecore.packing import (
     CorpusError,
@@ -232,9 +233,7 @@ def trained(transformers: bool, parallel: ParallelConfig, **options: Any) -> dic
         dist.all_reduce(loss)
         found["loss"].append(loss.item() / parallel.pp)
         found["grad_norm"].append(done.to_dict()["grad_norm"])
-        of_ranks: list[Any] = [None] * 4
-        dist.all_gather_object(of_ranks, batch.cps)
-        found["cps"].append({cp for cps in of_ranks for cp in cps})
+        found["cps"].append({cp for cps in gather_objects(batch.cps) for cp in cps})
     return found
 
 

@@ -1,9 +1,9 @@
-"""`small_decoder`: the configs of decoders that ranks train within a second."""
+"""`small_decoder`: the configs of decoders that ranks train within a second; and such decoders."""
 
 from typing import Any
 
-from moecore import MoEConfig
-from moecore.models import DecoderConfig
+from moecore import MoEConfig, ParallelConfig, build_meshes, parallelize_moe
+from moecore.models import Decoder, DecoderConfig
 
 
 def small_decoder(
@@ -27,3 +27,14 @@ def small_decoder(
     mlp = dict(dense_layers=(0,), mlp_hidden_dim=dense) if dense else {}
     fields: Any = dict(dim=dim, moe=MoEConfig(**layer), max_seq_len=32) | shape | mlp | options
     return DecoderConfig(**fields)
+
+
+def parallel_decoder(
+    config: DecoderConfig, parallel: ParallelConfig, *, seed: int = 0, **options: Any
+) -> Decoder:
+    """Return a decoder of the values of this seed, which was parallelized on meta."""
+    model = Decoder(config, device="meta")
+    parallelize_moe(model, build_meshes(parallel, "cpu"), **options)
+    model.to_empty(device="cpu")
+    model.init_weights(seed)
+    return model

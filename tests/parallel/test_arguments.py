@@ -23,10 +23,10 @@ from moecore import (
     clip_grad_norm_,
     parallelize_moe,
 )
-from moecore.base.failures import RankError
 from moecore.base.rank_checks import gather_objects
 from moecore.models import Decoder
 from moecore.parallel.arguments import ADVICE
+from tests.helpers.errors import error_of
 from tests.helpers.grids import asked_for
 from tests.helpers.ranks import run_ranks
 from tests.parallel.small_decoder import small_decoder
@@ -224,11 +224,7 @@ def line_of_a_rank_that_compares_alone() -> str:
     """Return the error of a comparison in which other ranks do not take part."""
     ended = RuntimeError("gloo timed out")
     with patch("moecore.parallel.arguments.find_differences", side_effect=ended):
-        try:
-            run(TrainStep(build("tp"), num_micro_batches=2), "tp", odd=[])
-        except RankError as error:
-            return str(error)
-    return ""
+        return error_of(lambda: run(TrainStep(build("tp"), num_micro_batches=2), "tp", odd=[]))
 
 
 def worker(rank: int, _device: torch.device, layouts: list[str]) -> Any:

@@ -1,6 +1,6 @@
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +24,7 @@ from moecore.base.rank_checks import gather_objects
 from moecore.models import Decoder, preset
 from moecore.parallel.choice import choose_meshes
 from moecore.parallel.model.parallel_state import get_parallel_state
+from tests.helpers.errors import error_of
 from tests.helpers.ranks import run_ranks
 
 SIZES = (1, 4, 6)
@@ -94,14 +95,6 @@ def compare_with_passed(local_size: int | None) -> dict[str, Any]:
         "world": p.dp_shard == world_size and p.ep * p.edp_shard == world_size,
         "equal": all(torch.equal(a, b) for a, b in pairs),
     }
-
-
-def error_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return "none"
 
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:

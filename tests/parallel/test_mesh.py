@@ -4,14 +4,12 @@ The table is made by nested loops that count ranks, never by reshaping a range o
 """
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moecore import Meshes, ParallelConfig, build_meshes
+from moecore.planning import fake_world
 from tests.helpers.grids import beside
 
 DENSE = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -20,17 +18,6 @@ NUM_FOLDINGS, MAX_WORLD = 300, 2048
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
 Table = list[dict[str, int]]  # rank -> coordinate by dim name
-
-
-@contextmanager
-def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def table_of(p: ParallelConfig, names: tuple[str, ...]) -> Table:
@@ -64,7 +51,7 @@ def ranks_of(group: dist.ProcessGroup | None) -> list[int] | None:
 
 def check(p: ParallelConfig, rank: int, world_size: int) -> Meshes:
     """Every group and number that a `Meshes` gives, for one rank."""
-    with fake_world(rank, world_size):
+    with fake_world(world_size, rank):
         meshes = build_meshes(p, "cpu")
         full = meshes.parallel
         dense, expert = table_of(full, DENSE), table_of(full, EXPERT)
@@ -110,12 +97,12 @@ def check_joined(meshes: Meshes, dense: Table, expert: Table, rank: int) -> None
 
 def test_worked_example_of_the_module() -> None:
     p = ParallelConfig(dp_shard=4, tp=2, edp_shard=2, ep=4)
-    with fake_world(0, 8):
+    with fake_world(8, 0):
         meshes = build_meshes(p, "cpu")
         assert ranks_of(meshes.dense.get_group("tp")) == [0, 1]
         assert ranks_of(meshes.dispatch_group) == [0, 1, 2, 3]
         assert ranks_of(meshes.expert.get_group("edp_shard")) == [0, 4]
-    with fake_world(5, 8):
+    with fake_world(8, 5):
         meshes = build_meshes(p, "cpu")
         assert ranks_of(meshes.dense.get_group("tp")) == [4, 5]
         assert ranks_of(meshes.dispatch_group) == [4, 5, 6, 7]
@@ -168,7 +155,7 @@ def test_invalid_foldings_raise_before_any_group_is_made(monkeypatch: pytest.Mon
         raise AssertionError("a group was made")
 
     rng = random.Random(7)
-    with fake_world(0, 64):
+    with fake_world(64, 0):
         monkeypatch.setattr(dist, "new_group", forbidden)
         monkeypatch.setattr("moecore.parallel.mesh.init_device_mesh", forbidden)
         wrong = [ParallelConfig(tp=3), ParallelConfig(ep=128), ParallelConfig(pp=5)]
@@ -193,17 +180,3 @@ def test_invalid_folding_starts_no_process_group(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match="device_type"):
         build_meshes(ParallelConfig(), "tpu")
     assert not dist.is_initialized()
-
-
-def test_what_meshes_print() -> None:
-    folded = ParallelConfig(dp_shard=4, tp=2, edp_shard=2, ep=4)
-    with fake_world(3, 8):
-        assert str(build_meshes(folded, "cpu")) == (
-            "Meshes(cpu, rank 3 of 8\n"
-            "  dense  dp_shard=4 tp=2, this rank dp_shard=1 tp=1\n"
-            "  expert edp_shard=2 ep=4, this rank edp_shard=0 ep=3)"
-        )
-    with fake_world(0, 1):
-        alone = build_meshes(ParallelConfig(), "cpu")
-        assert repr(alone) == "Meshes(cpu, rank 0 of 1\n  dense  one rank\n  expert one rank)"
-    assert repr(alone).endswith("whose process group is destroyed)")

@@ -5,17 +5,14 @@ import pytest
 import torch.distributed as dist
 
 from moecore.parallel.rendezvous import _check_world_size
+from tests.helpers.errors import error_of
 
 
 def outcomes(store: dist.Store, sizes: list[int]) -> list[str]:
-    """Return the error of each rank, "" without one; rank i has the world size `sizes[i]`."""
+    """Return the error of each rank; rank i has the world size `sizes[i]`."""
 
     def check(rank: int) -> str:
-        try:
-            _check_world_size(store, rank, sizes[rank])
-        except ValueError as error:
-            return str(error)
-        return ""
+        return error_of(lambda: _check_world_size(store, rank, sizes[rank]))
 
     with ThreadPoolExecutor(len(sizes)) as pool:
         return list(pool.map(check, range(len(sizes))))
@@ -30,7 +27,7 @@ def store() -> dist.Store:
 
 def test_starts_of_other_numbers_of_ranks_share_a_store(store: dist.Store) -> None:
     for number in (2, 5, 5, 1, 3):
-        assert outcomes(store, [number] * number) == [""] * number
+        assert outcomes(store, [number] * number) == ["no error"] * number
 
 
 @pytest.mark.parametrize("sizes", [[3, 2, 3], [3, 3, 4]])

@@ -1,11 +1,9 @@
-"""Quantisation once more, block by block in fp64 with nothing shared, and a model's parts."""
+"""Linears once more, in fp64 with nothing shared."""
 
-import math
-
-import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
+from tests.moe.fp8_reference import fp8
 
 RECIPES = {
     "blockwise": Recipe(),
@@ -15,30 +13,14 @@ RECIPES = {
     "tensorwise": Recipe(scaling="tensorwise"),
     "tensorwise hybrid": Recipe(scaling="tensorwise", grad_format="e5m2", power_of_two=False),
 }
-FORMATS = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
 
 
 def rounded(
     x_MK: Tensor, block: tuple[int | None, int | None], fmt: str, power_of_two: bool
 ) -> Tensor:
     """Return fp64 values of finite x, quantised in blocks and wide again."""
-    dtype, largest = FORMATS[fmt]
-    out_MK = torch.zeros(x_MK.shape, dtype=torch.float64)
     rows, columns = (size or max(n, 1) for size, n in zip(block, x_MK.shape, strict=True))
-    for i in range(0, x_MK.shape[0], rows):
-        for k in range(0, x_MK.shape[1], columns):
-            part = x_MK[i : i + rows, k : k + columns].float()
-            scale = _scale(part.abs().max().item(), largest, power_of_two)
-            values = (part * torch.tensor(1.0 / scale)).clamp(-largest, largest).to(dtype)
-            out_MK[i : i + rows, k : k + columns] = values.double() * scale
-    return out_MK
-
-
-def _scale(amax: float, largest: float, power_of_two: bool) -> float:
-    if not power_of_two:
-        return max((torch.tensor(amax) / largest).item(), 2.0**-126)
-    mantissa, exponent = math.frexp(amax / largest)  # [0.5, 1)
-    return max(2.0 ** (exponent - (mantissa == 0.5)), 2.0**-126)
+    return fp8(x_MK, rows, columns, power_of_two, fmt)
 
 
 def linear_and_gradients(

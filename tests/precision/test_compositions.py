@@ -19,7 +19,6 @@ from moecore import (
     DenseOptions,
     FSDPOptions,
     MemoryOptions,
-    MoEConfig,
     ParallelConfig,
     TrainStep,
     build_meshes,
@@ -28,10 +27,11 @@ from moecore import (
 from moecore.base.options.memory import OFFLOADED
 from moecore.base.options.precision import Precision, Recipe
 from moecore.base.torch_private import get_local_tensor
-from moecore.models import Decoder, DecoderConfig
+from moecore.models import Decoder
 from moecore.train import AdamW
 from moecore.train.memory import storages
 from tests.helpers.te_definition import te_defined
+from tests.parallel.small_decoder import small_decoder
 from tests.train.memory.blocks import LateStreams
 from tests.train.memory.test_offload import assert_equal, gradients, in_order
 from tests.train.memory.towers import make_tower, stashed
@@ -50,18 +50,7 @@ MEMORY = {
     "offload": MemoryOptions(offload=OFFLOADED),
     "both": MemoryOptions(recompute="gemm_last", offload=("attention", "experts")),
 }
-CONFIG = DecoderConfig(
-    vocab_size=60,
-    dim=128,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    moe=MoEConfig(dim=128, hidden_dim=128, num_experts=4, top_k=2, shared_hidden_dim=64),
-    mlp_hidden_dim=96,
-    dense_layers=(0,),
-    max_seq_len=32,
-)
+CONFIG = small_decoder(128, 128, vocab_size=60, num_layers=3, head_dim=32, dense=96, shared=64)
 
 
 @pytest.fixture(autouse=True)

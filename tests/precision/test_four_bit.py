@@ -1,3 +1,4 @@
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ from moecore.io import (
     save_adapters,
 )
 from moecore.kernels.rows.four_bit import FORMATS, dequantise, quantise
+from moecore.moe import stored_weights
 from moecore.moe.stored_weights import get_four_bit_blocks, read_four_bit_values
+from moecore.precision import stored as stored_linears
 from tests.families.transformers.hf_models import random_model
 from tests.families.transformers.lora_cases import adapted_model, batches, lora_config, peft
 from tests.helpers.ranks import run_ranks
@@ -140,32 +143,33 @@ def test_ranks_compute_the_same_bits(folding: dict[str, int]) -> None:
     assert run_ranks(4, compare, "qwen3-moe", "nf4", folding) > 0
 
 
+def watch_dequantised(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
+    """Return the list of the memory of every matrix that is dequantised from now on."""
+    alive: list[weakref.ref[Any]] = []
+
+    def watched(*args: Any) -> Tensor:
+        value = dequantise(*args)
+        alive.append(weakref.ref(value.untyped_storage()))
+        return value
+
+    for module in (stored_weights, stored_linears):  # experts, linears
+        monkeypatch.setattr(module, "dequantise", watched)
+    return alive
+
+
 @pytest.mark.parametrize("recomputes", [False, True], ids=["saved", "checkpointing"])
 def test_backward_dequantises_again(
     no_group_left: None, monkeypatch: pytest.MonkeyPatch, recomputes: bool
 ) -> None:
     """No dequantised matrix waits for backward, in which each is made once more."""
-    from moecore.moe import stored_weights
-
-    alive: list[Any] = []
-    calls = []
-
-    def counted(*args: Any) -> Tensor:
-        import weakref
-
-        value = dequantise(*args)
-        calls.append(torch.is_grad_enabled())
-        alive.append(weakref.ref(value.untyped_storage()))
-        return value
-
-    monkeypatch.setattr(stored_weights, "dequantise", counted)
+    alive = watch_dequantised(monkeypatch)
     model = parallelized("qwen3-moe", "nf4")
     if recomputes:
         enable_activation_checkpointing(model)
     loss = model(**batches(0)[0], use_cache=False).loss
-    assert len(calls) == 4 and not any(ref() is not None for ref in alive)
+    assert len(alive) == 4 and not any(ref() is not None for ref in alive)
     loss.backward()
-    assert len(calls) == 8 and not any(ref() is not None for ref in alive)
+    assert len(alive) == 8 and not any(ref() is not None for ref in alive)
 
 
 @pytest.mark.parametrize("backend", ["torch", "sequential"])
@@ -183,6 +187,16 @@ def test_recomputed_layers(no_group_left: None, part: Any) -> None:
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
+def adapted_on_meta(base: nn.Module, precision: Any) -> nn.Module:
+    """Return a model of the config of `base` with adapters, parallelized on meta."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(base.config, dtype=torch.bfloat16)
+    model = peft.get_peft_model(model, lora_config())
+    return parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), precision=precision)
+
+
 def test_files_are_quantised_tensor_by_tensor(no_group_left, tmp_path, monkeypatch) -> None:
     """From meta to trained adapters to a merged export, without the experts' own values."""
     from safetensors.torch import load_file
@@ -190,10 +204,7 @@ def test_files_are_quantised_tensor_by_tensor(no_group_left, tmp_path, monkeypat
 
     base = random_model("qwen3-moe", **QWEN).bfloat16()
     base.save_pretrained(tmp_path / "base")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(base.config, dtype=torch.bfloat16)
-    model = peft.get_peft_model(model, lora_config())
-    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), precision="nf4")
+    model = adapted_on_meta(base, "nf4")
     assert all(p.is_meta for p in model.parameters())
     largest = []
     monkeypatch.setattr(

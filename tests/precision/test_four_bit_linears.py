@@ -28,8 +28,10 @@ from moecore.moe.stored_weights import get_four_bit_blocks
 from moecore.parallelize import plan_sharding
 from moecore.precision.apply import list_storable_linears
 from tests.families.transformers.hf_models import random_model
-from tests.families.transformers.lora_cases import adapted_model, batches, lora_config, peft
+from tests.families.transformers.lora_cases import adapted_model, batches, peft
 from tests.helpers.ranks import run_ranks
+from tests.helpers.saved import list_saved
+from tests.precision.test_four_bit import adapted_on_meta, watch_dequantised
 from tests.precision.test_stored import results
 
 SIZES = dict(
@@ -103,16 +105,11 @@ def test_a_compiled_step_has_the_bits_of_an_eager_step(
     torch.compiler.reset()
     counters.clear()
     model = parallelized(NF4, dense=DenseOptions(compile=True))
-    saved: list[tuple[int, ...]] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tuple(tensor.shape) if tensor.is_floating_point() else ())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        found = results(model)
+    found: dict[str, Tensor] = {}
+    saved = list_saved(lambda: found.update(results(model)))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert not {(128, 128), (64, 128)} & set(saved)  # of queries, keys, values and the output
+    shapes = {tuple(tensor.shape) for tensor in saved if tensor.is_floating_point()}
+    assert not {(128, 128), (64, 128)} & shapes  # of queries, keys, values and the output
     graphs = 3  # the dense layer, and the layer with experts before and after them
     assert counters["stats"]["unique_graphs"] == graphs
     (reason,) = counters["graph_break"]
@@ -145,20 +142,7 @@ def test_a_linear_dequantises_in_backward(
     no_group_left: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No weight waits for backward, and the plan counts its 4 bits."""
-    from moecore.moe import stored_weights
-    from moecore.precision import stored
-
-    alive: list[Any] = []
-
-    def counted(*args: Any) -> Tensor:
-        import weakref
-
-        value = dequantise(*args)
-        alive.append(weakref.ref(value.untyped_storage()))
-        return value
-
-    for module in (stored_weights, stored):  # experts, linears
-        monkeypatch.setattr(module, "dequantise", counted)
+    alive = watch_dequantised(monkeypatch)
     model = parallelized(NF4)
     loss = model(**batches(0)[0], use_cache=False).loss
     num_matrices = sum(LAYERS) + 2
@@ -189,10 +173,7 @@ def test_from_files_to_a_merged_export(no_group_left: None, tmp_path: Path) -> N
 
     base = random_model("qwen2-moe", **SIZES | DENSE).bfloat16()
     base.save_pretrained(tmp_path / "base")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(base.config, dtype=torch.bfloat16)
-    model = peft.get_peft_model(model, lora_config())
-    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), precision=NF4)
+    model = adapted_on_meta(base, NF4)
     model.to_empty(device="cpu")
     load_hf(tmp_path / "base", model)
     init_adapters(model)

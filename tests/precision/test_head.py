@@ -83,17 +83,6 @@ def test_it_is_what_its_definition_says(dtype: torch.dtype) -> None:
     assert not hidden.grad[labels == -100].any()
 
 
-def test_it_errs_as_much_as_fp8_rounds() -> None:
-    hidden, weight, labels = inputs()
-    linear_cross_entropy(hidden, weight, labels, recipe=Recipe()).backward()
-    found = hidden.grad, weight.grad
-    hidden.grad = weight.grad = None
-    linear_cross_entropy(hidden, weight, labels).backward()
-    for ours, exact in zip(found, (hidden.grad, weight.grad), strict=True):
-        # Each rounding of E4M3 errs by 2^-4 / sqrt(3) of a value at most, in mean squares 0.027.
-        assert 0.01 < (ours - exact).norm() / exact.norm() < 0.08
-
-
 def of_parts(rank: int, _: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Loss and gradients of two ranks, each with 256 of 512 rows of the head."""
     hidden, weight, labels = inputs()

@@ -1,6 +1,5 @@
 import copy
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from moecore.kernels.experts.contract import SINK, GradTarget
 from moecore.precision.apply import make_linear_products
 from tests.helpers.te_definition import te_defined
 from tests.kernels.rows.microscaling_oracle import linear
+from tests.moe.test_deferred_linear import Sink
 from tests.precision import test_emulated, test_te
 from tests.precision.plain import RECIPES, linear_and_gradients, relative_error, worst_row_error
 from tests.precision.test_linear import kept_by, operands, values
@@ -118,20 +118,14 @@ def test_compiled_code_has_the_same_bits(recipe: Recipe) -> None:
 def test_a_sink_may_defer_the_gradient_of_a_weight(recipe: Recipe) -> None:
     x, weight, _, dy = operands(K=96)
     expected = values(make_linear_products(recipe), x, weight, dy=dy)[2]
-    deferred: list[Any] = []
-
-    class Sink:
-        def defer(self, compute: Any, *given: Any) -> bool:
-            deferred.append((compute, given))
-            return True
-
+    sink = Sink(defers=True)
     parameter = nn.Parameter(weight.detach())
-    setattr(parameter, SINK, lambda shape: Sink())
+    setattr(parameter, SINK, lambda shape: sink)
     products = make_linear_products(recipe)
     products.defers = True
     products(x.detach(), parameter).backward(dy)
     assert parameter.grad is None
-    ((compute, given),) = deferred
+    ((compute, given),) = sink.kept
     out = torch.ones_like(expected)
     compute(*given, GradTarget(out=out, accumulate=True))
     torch.testing.assert_close(out, expected + 1)

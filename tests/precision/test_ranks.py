@@ -11,6 +11,7 @@ from torch.func import functional_call
 
 from moecore.base.options.precision import Precision, Recipe
 from moecore.base.params import shard_parameter
+from moecore.base.rank_checks import gather_objects
 from moecore.moe.amax_history import advance_amax_histories
 from moecore.precision.amax import advance_amax
 from moecore.precision.apply import apply_precision, make_linear_products
@@ -116,11 +117,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         "fp32": {r.describe(): under_fsdp(rank, r, fp32) for r in OF_SUMS},
         "bf16": under_fsdp(rank, Recipe(), bf16),
     }
-    everyone: list[Any] = [None, None]
-    for name in ("cut", "uneven"):
-        dist.all_gather_object(everyone, results[name])
-        results[name] = list(everyone)
-    return results
+    return results | {name: gather_objects(results[name]) for name in ("cut", "uneven")}
 
 
 def test_cut_and_sharded_weights_on_two_ranks() -> None:

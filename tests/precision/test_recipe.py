@@ -31,24 +31,6 @@ def test_fields_that_do_not_go_together(fields: dict) -> None:
     refused(f"Recipe.{next(iter(fields))} (", Recipe, **fields)
 
 
-def test_describe() -> None:
-    assert Recipe(keep_hidden="fp8").describe() == (
-        "blockwise FP8: e4m3, 1x128 and weights 128x128, scales fp32 power of two, hidden kept in "
-        "fp8"
-    )
-    hybrid = Recipe(scaling="tensorwise", power_of_two=False, grad_format="e5m2", amax_history=16)
-    assert hybrid.describe() == (
-        "tensorwise FP8: e4m3, gradients e5m2, by tensor, scales fp32 of the last 16 steps"
-    )
-    where = "emulated before Blackwell"
-    assert Recipe(scaling="mxfp8").describe() == f"MXFP8, {where}: e4m3, 1x32, scales e8m0"
-    line = f"NVFP4, {where}: e2m1, 1x16 and weights 16x16, scales e4m3 and per tensor fp32"
-    assert Recipe(scaling="nvfp4").describe() == f"{line} power of two"
-    plain = dict(power_of_two=False, hadamard=False, stochastic_rounding=False)
-    expected = f"{line}, no Hadamard transform, no stochastic rounding"
-    assert Recipe(scaling="nvfp4", **plain).describe() == expected
-
-
 def test_of() -> None:
     assert Precision.of(None) is None
     assert Precision.of("rowwise") == Precision(recipe=Recipe(scaling="rowwise"))

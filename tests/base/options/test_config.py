@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from moecore import BalanceConfig, MoEConfig, ParallelConfig
+from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.options.layer import CapacityConfig
 
 LAYER: dict[str, Any] = dict(dim=64, hidden_dim=32, num_experts=8, top_k=2)
@@ -73,12 +74,33 @@ RELATIONS += [
     )
 ]
 RELATIONS += [(QUANTILE | {"expert_bias": False}, ["bias_update_rate (1.0)", "expert_bias"])]
+SHARE = "BalanceConfig.bias_update_rate ({}) must lie in (0, 1]"
+OTHERS: list[tuple[type, dict[str, Any], list[str]]] = [
+    *(
+        (
+            BalanceConfig,
+            {"bias_update": "quantile", "bias_update_rate": rate},
+            [SHARE.format(rate), 'bias_update ("quantile")'],
+        )
+        for rate in (0.0, 1.5)
+    ),
+    (BalanceConfig, {"bias_per_micro_batch": True}, ["(True) must go with bias_update ('sign')"]),
+    (ParallelConfig, {"tp": -1}, ["ParallelConfig.tp (-1)", "dp_shard (-1)"]),
+    (ParallelConfig, {"dp_replicate": -1}, ["Config.dp_shard (-1)", "dp_replicate (-1)"]),
+    (ParallelConfig, {"cp": -1, "tp": -1, "dp_shard": 1}, ["ParallelConfig.tp (-1)", "cp (-1)"]),
+    (ParallelConfig, {"ep": -1}, ["ParallelConfig.ep (-1)", "edp_shard (-1)"]),
+    (ParallelConfig, {"etp": -1, "ep": -1, "edp_shard": 2}, ["Config.etp (-1)", " ep (-1)"]),
+]
 
 
-@pytest.mark.parametrize(("fields", "pieces"), RELATIONS, ids=[str(f) for f, _ in RELATIONS])
-def test_relations_name_both_sides_and_the_fix(fields: dict[str, Any], pieces: list[str]) -> None:
-    message = error_of(MoEConfig, **{**LAYER, **fields})
-    assert message.startswith("MoEConfig.")
+@pytest.mark.parametrize(
+    ("record", "fields", "pieces"),
+    [(MoEConfig, LAYER | fields, pieces) for fields, pieces in RELATIONS] + OTHERS,
+    ids=str,
+)
+def test_relations_name_both_sides_and_the_fix(record, fields, pieces) -> None:
+    message = error_of(record, **fields)
+    assert message.startswith(f"{record.__name__}.")
     for piece in pieces:
         assert piece in message
     assert ": " in message, "the fix follows the relation"
@@ -131,6 +153,9 @@ OUTSIDE: list[tuple[type, str, float, str]] = [
     (MoEConfig, "router_jitter", -0.1, ">= 0"),
     *((CapacityConfig, name, 0.0, "> 0") for name in ("factor", "eval_factor")),
     *((BalanceConfig, name, -0.1, ">= 0") for name in ("sequence_coef", "z_loss_coef")),
+    (NVLinkOptions, "max_tokens", 0, ">= 1 or None"),
+    *((NVLinkOptions, name, 0.0, "> 0") for name in ("row_factor", "timeout_s")),
+    (NVLinkOptions, "timeout_s", float("inf"), "a finite number > 0"),
     *((ParallelConfig, f.name, 0, ">= 1") for f in dataclasses.fields(ParallelConfig)),
     (ParallelConfig, "pp", -1, ">= 1"),
 ]
@@ -143,34 +168,7 @@ def test_numbers_outside_of_bounds(record: type, name: str, value: float, relati
     assert f"{record.__name__}.{name} ({value})" in message and relation in message
 
 
-@pytest.mark.parametrize("rate", [0.0, 1.5])
-def test_quantile_rate_is_a_share(rate: float) -> None:
-    message = error_of(BalanceConfig, bias_update="quantile", bias_update_rate=rate)
-    assert f"BalanceConfig.bias_update_rate ({rate}) must lie in (0, 1]" in message
-    assert 'bias_update ("quantile")' in message
-
-
-def test_a_bias_per_micro_batch_starts_from_quantiles() -> None:
-    message = error_of(BalanceConfig, bias_per_micro_batch=True)
-    assert "BalanceConfig.bias_per_micro_batch (True) must go with bias_update ('sign')" in message
-
-
 DEGREES = [f.name for f in dataclasses.fields(ParallelConfig)]
-
-
-@pytest.mark.parametrize(
-    ("fields", "second", "first"),
-    [
-        ({"tp": -1}, "tp", "dp_shard"),
-        ({"dp_replicate": -1}, "dp_shard", "dp_replicate"),
-        ({"cp": -1, "tp": -1, "dp_shard": 1}, "tp", "cp"),
-        ({"ep": -1}, "ep", "edp_shard"),
-        ({"etp": -1, "ep": -1, "edp_shard": 2}, "etp", "ep"),
-    ],
-)
-def test_one_open_degree_per_view(fields: dict[str, int], second: str, first: str) -> None:
-    message = error_of(ParallelConfig, **fields)
-    assert f"ParallelConfig.{second} (-1)" in message and f"{first} (-1)" in message
 
 
 @pytest.mark.parametrize("name", [n for n in DEGREES if n != "pp"])

@@ -19,21 +19,10 @@ from tests.kernels.exchange.oracles import bring_home_ref, fetch_ref
 
 NAN = float("nan")
 HALF = torch.float16 if INTERPRET else torch.bfloat16  # to which the interpreter cuts sums
-EXPERTS = [4, 3, -1, -1, 2, 0]  # three ranks of two experts and two places each
 
 
 def ints(values: list[int], device: str = "cpu") -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def test_worked_example() -> None:
-    places = ClonePlaces(experts_N=ints(EXPERTS), num_clones=2, num_local=2)
-    rows = list(torch.arange(6.0).split(2))
-    assert [t.tolist() for t in fetch_ref(rows, places)] == [[4, 3], [0, 0], [2, 0]]
-    parts = [torch.tensor([10.0 ** (2 * r), 10.0 ** (2 * r + 1)]) for r in range(3)]
-    grads = [torch.cat(pair) for pair in zip(rows, parts, strict=True)]
-    home = [t.tolist() for t in bring_home_ref(grads, places)]
-    assert home == [[0 + 1e5, 1], [2 + 1e4, 3 + 1e1], [4 + 1e0, 5]]
 
 
 def test_layout() -> None:

@@ -31,24 +31,6 @@ from moecore.kernels.rows.move import sum_rows_ref
 from tests.kernels.exchange.oracles import peers_ref, reduce_ref, spread_ref
 
 
-def test_worked_example_of_peers() -> None:
-    ids = torch.tensor([[0, 1], [1, 3], [-1, -1]], dtype=torch.int32)
-    assert peers_ref(ids, 2, 2, 2).tolist() == [3, 15, 0]
-    assert peers_ref(ids + 60, 1, 64, 1).tolist() == [3 << 60, (2 << 60) - (1 << 63), 1 << 59]
-
-
-def test_worked_example_of_spread_and_reduce() -> None:
-    """Two ranks of two tokens; rank 0's token 1 goes to both, its token 0 only to rank 1."""
-    peers = torch.tensor([[2, 3], [1, 0]])
-    x = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])
-    assert spread_ref(x, peers, 0, -1.0).tolist() == [[-1], [2], [3], [-1]]
-    assert spread_ref(x, peers, 1, -1.0).tolist() == [[1], [2], [-1], [-1]]
-    nan = float("nan")
-    y = torch.tensor([[[nan], [10.0], [20.0], [nan]], [[30.0], [40.0], [nan], [nan]]])
-    assert reduce_ref(y, peers[0], 0).tolist() == [[30], [50]]
-    assert reduce_ref(y, peers[1], 1).tolist() == [[20], [0]]
-
-
 def test_layout_and_tiles() -> None:
     layout = ExchangeLayout(
         num_ranks=8, max_tokens=4096, row_bytes=7168 * 2, top_k=8, num_push=66, num_receive=66

@@ -14,7 +14,8 @@ from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.packed import pack_rows
 from moecore.kernels.rows.record import Rows
-from tests.kernels.experts.chosen import expert_mlp, list_saved
+from tests.helpers.saved import list_saved
+from tests.kernels.experts.chosen import expert_mlp
 from tests.kernels.experts.test_expert_mlp import make, rows_of
 from tests.kernels.experts.test_fp8_products import OUTPUTS, apply, check, gradient_of, run
 from tests.kernels.rows.microscaling_oracle import experts

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.experts import fp8_products
@@ -16,7 +15,9 @@ from moecore.kernels.experts.products import quantise_matrices
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.packed import pack_rows
 from moecore.kernels.rows.record import Rows
-from tests.kernels.experts.chosen import expert_mlp, list_saved
+from tests.helpers.operations import Operations
+from tests.helpers.saved import list_saved
+from tests.kernels.experts.chosen import expert_mlp
 from tests.kernels.experts.test_expert_mlp import NAMES, make, rows_of
 from tests.moe.fp8_reference import Result, experts_fp8
 
@@ -43,7 +44,9 @@ def gradient_of(y: Tensor) -> Tensor:
 def run(leaves: dict[str, Tensor], ids: Tensor, options: ExpertMLPOptions) -> dict[str, Tensor]:
     """Output and gradients."""
     leaves = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in leaves.items()}
-    y = apply(leaves, rows_of(ids, leaves["weights"], leaves["w1"].shape[0]), options)
+    multiple = 1 if options.recipe is None else options.recipe.row_multiple
+    index = rows_of(ids, leaves["weights"], leaves["w1"].shape[0], row_multiple=multiple)
+    y = apply(leaves, index, options)
     y.backward(gradient_of(y))
     return {"y": y.detach(), **{n: t.grad for n, t in leaves.items() if t.grad is not None}}
 
@@ -221,13 +224,6 @@ def test_kernels_equal_the_oracle(recipe: dict[str, Any], S: int, device: str) -
     check({n: t.cpu() for n, t in found.items()}, truth, bound, worst)
 
 
-class Watch(TorchDispatchMode):
-    """A dispatch mode, under which the custom op runs instead of the autograd function."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("where", ["backward", "both"])
 @pytest.mark.parametrize("scaling", ["blockwise", "rowwise", "nvfp4"])
 def test_under_a_dispatch_mode(scaling: Any, where: str) -> None:
@@ -239,9 +235,9 @@ def test_under_a_dispatch_mode(scaling: Any, where: str) -> None:
     pair = tuple(quantise_matrices(leaves[n], options.recipe) for n in ("w1", "w2"))
     weights = ExpertWeights(w1_eCD=leaves["w1"], w2_eDF=leaves["w2"], quantised=pair)
     index = rows_of(ids, leaves["weights"], 5)
-    with Watch() if where == "both" else nullcontext():
+    with Operations() if where == "both" else nullcontext():
         y = expert_mlp(Rows(leaves["x"]), weights, index, options)
-    with Watch():
+    with Operations():
         y.backward(gradient_of(y))
     assert torch.equal(y, expected["y"])
     assert all(torch.equal(leaves[n].grad, expected[n]) for n in NAMES)  # type: ignore[arg-type]

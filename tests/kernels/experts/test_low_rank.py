@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.experts.contract import (
@@ -21,8 +20,11 @@ from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows
 from moecore.kernels.rows.record import Rows
 from tests.helpers.grids import grid
-from tests.kernels.experts.chosen import expert_mlp, list_saved
-from tests.kernels.experts.test_expert_mlp import check_twice, expert_mlp_ref, make, rows_of
+from tests.helpers.operations import Operations
+from tests.helpers.saved import list_saved
+from tests.kernels.conftest import check_twice
+from tests.kernels.experts.chosen import expert_mlp
+from tests.kernels.experts.test_expert_mlp import expert_mlp_ref, make, rows_of
 
 SIZES: dict[str, Any] = dict(S=37, D=128, F=128, e=5, K=2)
 Leaves = dict[str, Tensor]
@@ -174,13 +176,6 @@ def test_errors_in_fp8_are_at_most_twice_those_of_formed_matrices(form, scaling,
         check_twice(found[name], grad, expected, name)
 
 
-class Seen(TorchDispatchMode):
-    """A mode under which the operation is its custom op, as for compilers."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("is_traced", [False, True])
 @pytest.mark.parametrize("products", ["triton", "torch"])
 def test_rows_of_several_adapters_equal_experts_of_their_own(products, is_traced, device) -> None:
@@ -200,7 +195,7 @@ def test_rows_of_several_adapters_equal_experts_of_their_own(products, is_traced
     expected = run(own, groups, options, form)
     index = rows_of(groups, found["weights"], e * N)
     index = index._replace(offsets_e=index.offsets_e[N - 1 :: N].contiguous(), offsets_g=index[3])
-    with Seen() if is_traced else nullcontext():
+    with Operations() if is_traced else nullcontext():
         y = expert_mlp(Rows(found["x"]), weights_of(found), index, options)
         y.backward(dy_of(y))
     bound = 1e-5 if dtype == torch.float32 else 2e-2

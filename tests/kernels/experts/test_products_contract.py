@@ -17,7 +17,7 @@ from moecore.base.options.precision import Recipe
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights, UnsummedInput
 from moecore.kernels.experts.products import quantise_matrices
 from moecore.kernels.rows.activation import ActivationOptions
-from moecore.kernels.rows.index import ExpertIndex, build_index
+from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows
 from moecore.kernels.rows.record import Rows
 from tests.helpers import te_definition
@@ -26,8 +26,8 @@ from tests.kernels.experts import test_fp8_products as blockwise
 from tests.kernels.experts import test_scaled_products as scaled
 from tests.kernels.experts import test_te_products as te
 from tests.kernels.experts.chosen import expert_mlp
-from tests.kernels.experts.test_expert_mlp import NAMES, make
-from tests.kernels.experts.test_fp8_products import OUTPUTS, check, gradient_of
+from tests.kernels.experts.test_expert_mlp import NAMES, make, rows_of
+from tests.kernels.experts.test_fp8_products import OUTPUTS, apply, check, gradient_of, run
 from tests.moe.fp8_reference import Result
 
 Leaves = dict[str, Tensor]
@@ -69,17 +69,7 @@ class Case:
         )
 
     def index(self, ids: Tensor, weights: Tensor, **more: Any) -> ExpertIndex:
-        multiple = self.recipe.row_multiple
-        return build_index(
-            ids, weights, first_expert=0, num_local_experts=5, row_multiple=multiple, **more
-        )
-
-    def run(self, leaves: Leaves, ids: Tensor, options: ExpertMLPOptions) -> Leaves:
-        """Return the output and gradients."""
-        own = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in leaves.items()}
-        y = apply(own, self.index(ids, own["weights"]), options)
-        y.backward(gradient_of(y))
-        return {"y": y.detach(), **{n: t.grad for n, t in own.items() if t.grad is not None}}
+        return rows_of(ids, weights, 5, row_multiple=self.recipe.row_multiple, **more)
 
 
 CASES = {
@@ -115,22 +105,17 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
         yield case
 
 
-def apply(leaves: Leaves, index: ExpertIndex, options: ExpertMLPOptions, **more: Any) -> Tensor:
-    weights = ExpertWeights(w1_eCD=leaves["w1"], w2_eDF=leaves["w2"])
-    return expert_mlp(Rows(leaves["x"]), weights, index, options, **more)
-
-
 @pytest.mark.parametrize("kind", ["swiglu", "relu2"])
 def test_equals_the_oracle(case: Case, kind: str) -> None:
     leaves, ids = case.make(kind)
-    found = case.run(leaves, ids, case.options(kind))
+    found = run(leaves, ids, case.options(kind))
     check(found, case.oracle(leaves, ids, case.recipe, kind), case.bound)
 
 
 @pytest.mark.parametrize("S", [0, 1])
 def test_few_rows(case: Case, S: int) -> None:
     leaves, ids = case.make(S=S)
-    found = case.run(leaves, ids, case.options())
+    found = run(leaves, ids, case.options())
     if S:
         truth = case.oracle(leaves, ids, case.recipe, "swiglu")
         check(found, truth, max(case.bound, 1 / 32 if case.recipe.backend == "te" else 0))
@@ -140,9 +125,9 @@ def test_few_rows(case: Case, S: int) -> None:
 
 def test_repeats_and_all_ways_of_keeping_give_the_same_bits(case: Case) -> None:
     leaves, ids = case.make()
-    expected = case.run(leaves, ids, case.options())
+    expected = run(leaves, ids, case.options())
     for options in (case.options(), case.options(saves_h=False)):
-        found = case.run(leaves, ids, options)
+        found = run(leaves, ids, options)
         assert all(torch.equal(found[n], expected[n]) for n in OUTPUTS)
     if case.recipe.backend == "te":  # which quantises for itself
         return
@@ -158,7 +143,7 @@ def test_repeats_and_all_ways_of_keeping_give_the_same_bits(case: Case) -> None:
 def test_rows_past_the_last_one_and_padding_may_hold_anything(case: Case, filler: float) -> None:
     """An index longer than its rows, and a gradient of any numbers there."""
     leaves, ids = case.make()
-    expected = case.run(leaves, ids, case.options())
+    expected = run(leaves, ids, case.options())
     index = case.index(ids, leaves["weights"], max_pairs=200)
     R, D = index.row_ids_R.numel(), leaves["x"].shape[1]
     grad_handle_RD = leaves["x"].new_empty(1).expand(R, D).requires_grad_()
@@ -180,11 +165,11 @@ def test_rows_past_the_last_one_and_padding_may_hold_anything(case: Case, filler
 def test_an_infinity_reaches_its_tokens_and_its_expert_alone(case: Case) -> None:
     """Of source row 0, whose number is that of padding."""
     leaves, ids = case.make()
-    expected = case.run(leaves, ids, case.options())
+    expected = run(leaves, ids, case.options())
     bad = {name: leaf.detach().clone().requires_grad_() for name, leaf in leaves.items()}
     with torch.no_grad():
         bad["x"][0, 7] = torch.inf
-    found = case.run(bad, ids, case.options())
+    found = run(bad, ids, case.options())
     assert not found["y"][0].isfinite().all() and found["y"][1:].isfinite().all()
     if case.recipe.scaling != "tensorwise":
         assert torch.equal(found["y"][1:], expected["y"][1:])
@@ -195,10 +180,10 @@ def test_an_infinity_reaches_its_tokens_and_its_expert_alone(case: Case) -> None
 @pytest.mark.parametrize("frozen", [("w1",), ("w2",), ("x",), ("weights", "x", "w1")], ids=str)
 def test_frozen_inputs(case: Case, frozen: tuple[str, ...]) -> None:
     leaves, ids = case.make()
-    whole = case.run(leaves, ids, case.options())
+    whole = run(leaves, ids, case.options())
     for name in frozen:
         leaves[name].requires_grad_(False)
-    part = case.run(leaves, ids, case.options())
+    part = run(leaves, ids, case.options())
     assert part.keys() == whole.keys() - set(frozen)
     assert all(torch.equal(grad, whole[name]) for name, grad in part.items())
 

@@ -19,13 +19,13 @@ from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertSpec, Exper
 from moecore.kernels.experts.products import choose_products, find_products_problem, make_products
 from moecore.kernels.meta import record_launches_on_meta
 from moecore.kernels.rows.activation import ActivationOptions, activate_rows
-from moecore.kernels.rows.index import ExpertIndex, build_index
+from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.record import Rows
 from tests.helpers import te_definition
 from tests.helpers.te_definition import RECIPES
 from tests.kernels.experts.chosen import expert_mlp
-from tests.kernels.experts.test_expert_mlp import NAMES, make
-from tests.kernels.experts.test_fp8_products import gradient_of
+from tests.kernels.experts.test_expert_mlp import NAMES, make, rows_of
+from tests.kernels.experts.test_fp8_products import gradient_of, run
 from tests.kernels.rows.microscaling_oracle import experts as experts_in_microscaling
 from tests.moe.fp8_reference import Result, fp8
 
@@ -54,18 +54,7 @@ def options_of(recipe, kind="swiglu", products="te", **more) -> ExpertMLPOptions
 
 
 def index_of(ids: Tensor, weights: Tensor, recipe: Recipe | None) -> ExpertIndex:
-    multiple = 1 if recipe is None else recipe.row_multiple
-    return build_index(ids, weights, first_expert=0, num_local_experts=5, row_multiple=multiple)
-
-
-def run(leaves: dict[str, Tensor], ids: Tensor, options: ExpertMLPOptions) -> dict[str, Tensor]:
-    """Output and gradients."""
-    leaves = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in leaves.items()}
-    index = index_of(ids, leaves["weights"], options.recipe)
-    weights = ExpertWeights(w1_eCD=leaves["w1"], w2_eDF=leaves["w2"])
-    y = expert_mlp(Rows(leaves["x"]), weights, index, options)
-    y.backward(gradient_of(y))
-    return {"y": y.detach(), **{n: t.grad for n, t in leaves.items() if t.grad is not None}}
+    return rows_of(ids, weights, 5, row_multiple=1 if recipe is None else recipe.row_multiple)
 
 
 @pytest.mark.parametrize("kind", ["swiglu", "relu2"])

@@ -53,19 +53,6 @@ def gathered(case: tuple[Tensor, Tensor, Tensor, Tensor], gather: bool) -> Case:
     return (x, y, offsets), None
 
 
-def test_worked_example() -> None:
-    """Expert 0 has one row, 1 * [3, 4]; expert 1 two, 2 * [5, 6] + 1 * [7, 8]."""
-    x = torch.tensor([[1.0], [2.0]])
-    y = torch.tensor([[3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
-    row_ids, offsets = (torch.tensor(v, dtype=torch.int32) for v in ([0, 1, 0], [1, 3]))
-    found = grouped_wgrad_ref(x, y, offsets, row_ids_R=row_ids)
-    assert found.tolist() == [[[3, 4]], [[17, 20]]]
-    assert torch.equal(
-        grouped_wgrad_ref(x, y, offsets, row_ids_R=row_ids, transposed=True), found.mT
-    )
-    assert grouped_wgrad_ref(y, y, offsets).tolist()[0] == [[9, 12], [12, 16]]
-
-
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("gather", [False, True], ids=["contiguous", "gather"])
 @pytest.mark.parametrize("name", COUNTS)

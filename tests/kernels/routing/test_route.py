@@ -5,7 +5,6 @@ far apart, while random ones may differ in the last bit and swap places. Then a 
 that rounding explains, and such rows at most twice as many as plain PyTorch has.
 """
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -79,11 +78,6 @@ def choose(scores: list[list[float]], options: RouteOptions) -> list[list[int]]:
     return route(torch.tensor(scores), None, options)[0].tolist()
 
 
-def test_worked_example_of_groups() -> None:
-    options = replace(BASE, top_k=2, num_groups=2, top_groups=1)
-    assert choose([[0.1, 0.6, 0.5, 0.4]], options) == [[2, 3]]
-
-
 def test_worked_example_of_weights() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]]).log()  # scores 0, 1/6, 2/6, 3/6
     options = replace(BASE, top_k=2, scale=10.0)
@@ -110,14 +104,6 @@ def test_tie_order() -> None:
     assert choose([[1.0, 2.0, 2.0, 2.0, 2.0, 1.0]], groups) == [[1, 2, 3]]
 
 
-def test_an_excluded_group_never_wins() -> None:
-    inf = float("inf")
-    options = replace(BASE, top_k=3, num_groups=2, top_groups=1)
-    # The second group is better; one of its experts is at -inf, as the first group's are above.
-    assert choose([[0.0, 0.0, 0.0, 9.0, 9.0, -inf]], options) == [[3, 4, 5]]
-    assert choose([[-9.0, -9.0, -9.0, -1.0, -2.0, -99.0]], options) == [[3, 4, 5]]
-
-
 def test_nan_counts_as_the_greatest() -> None:
     nan, inf = float("nan"), float("inf")
     options = replace(BASE, top_k=3)
@@ -138,17 +124,6 @@ def test_group_experts_by_hand() -> None:
     options = replace(BASE, num_groups=3, top_groups=1, group_experts=3)
     assert choose(scores, options) == [[3, 4, 5]]
     assert choose([[*scores[0][:8], 2.5]], options) == [[8, 6, 7]]
-
-
-def test_sqrtsoftplus_by_hand() -> None:
-    """softplus(log(e^n - 1)) = n: scores of 1, 2 and 3."""
-    logits = torch.tensor([[math.log(math.exp(n * n) - 1) for n in (1, 2, 3)]])
-    options = replace(SQRT, top_k=2)
-    ids, weights = route(logits, None, options)
-    assert ids.tolist() == [[2, 1]]
-    torch.testing.assert_close(weights, torch.tensor([[3 / 5, 2 / 5]]))
-    weights = route(logits, torch.tensor([9.0, 0.0, 0.0]), replace(options, normalize=False))[1]
-    torch.testing.assert_close(weights, torch.tensor([[1.0, 3.0]]))
 
 
 @settings(max_examples=60, deadline=None, database=None)
@@ -210,18 +185,6 @@ def test_refuses_what_cannot_be() -> None:
     with pytest.raises(ValueError, match=message):
         route(logits, None, options)
     route(logits, None, replace(options, top_groups=4))  # no group is excluded
-
-
-@pytest.mark.parametrize("name", ["softmax", "post-bias-groups", "deepseek"])
-def test_another_choice_is_not_possible(name: str) -> None:
-    """Of `choices.py`: it sees the best expert missing, and two slots exchanged."""
-    logits, bias = inputs(name, "cpu", grid=False)
-    options = CASES[name][1]
-    ids = route_ref(logits, bias, options)[0]
-    assert is_possible(ids, logits, bias, options).all()
-    more = route_ref(logits, bias, replace(options, top_k=options.top_k + 1))[0]
-    for wrong in (more[:, 1:], more[:, [1, 0, *range(2, options.top_k)]]):
-        assert not is_possible(wrong, logits, bias, options).any()
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter

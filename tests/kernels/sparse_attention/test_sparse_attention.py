@@ -4,7 +4,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moecore.kernels.sparse_attention import (
@@ -22,6 +21,7 @@ from moecore.kernels.sparse_attention.index import (
 )
 from moecore.kernels.sparse_attention.keys import SpanOfKeys
 from moecore.kernels.zigzag import assign_tokens_to_cp_ranks, find_document_ids
+from tests.helpers.operations import Operations
 from tests.kernels.sparse_attention.oracle import sparse_attention_ref
 
 H, n, r, L, v, h, i = 3, 5, 4, 6, 7, 2, 8
@@ -233,18 +233,10 @@ def test_bf16_is_at_most_twice_as_wrong_as_plain_pytorch(name: str) -> None:
         assert error <= 2 * of_plain + 2**-9 * exact[leaf].norm(), leaf
 
 
-class Largest(TorchDispatchMode):
-    """The most elements of a tensor that any operation makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        made = [t.untyped_storage().nbytes() for t in tree_leaves(out) if isinstance(t, Tensor)]
-        self.numel = max([self.numel, *(size // 4 for size in made)])
-        return out
+def count_made(func: Any, out: Any) -> int:
+    """Return the elements, of 4 bytes, of the largest tensor that an operation makes."""
+    made = (t.untyped_storage().nbytes() for t in tree_leaves(out) if isinstance(t, Tensor))
+    return max(made, default=0) // 4
 
 
 @pytest.mark.parametrize("name", ["selected, divergences", "all, divergences"])
@@ -252,10 +244,10 @@ def test_no_tensor_has_an_element_of_every_pair(name: str, monkeypatch: pytest.M
     tokens, budget = 600, 2**14
     monkeypatch.setattr(attention, "CHUNK_NUMBERS", budget)
     leaves = leaves_of(tokens, torch.float32)
-    with Largest() as largest:
+    with Operations(count_made) as made:
         found_by(sparse_attention, [0, tokens], leaves, **HOW[name])
     inputs = max(x.numel() for x in leaves)
-    assert largest.numel <= max(2 * budget, inputs) < tokens**2 / 8
+    assert max(made.found) <= max(2 * budget, inputs) < tokens**2 / 8
 
 
 # queries [begin, end) of keys [first, last), the first key of each query's document

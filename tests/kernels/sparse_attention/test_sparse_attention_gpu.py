@@ -1,5 +1,3 @@
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ from moecore.kernels.sparse_attention import (
     sparse_attention,
 )
 from moecore.kernels.sparse_attention.gathered import attend_to_selected
+from tests.helpers.waits import syncs_are_errors
 from tests.kernels.sparse_attention.oracle import sparse_attention_ref
 from tests.kernels.sparse_attention.test_sparse_attention import (
     DOCUMENTS,
@@ -152,15 +151,6 @@ def test_selects_the_keys_of_exact_scores() -> None:
     assert ((most - least) <= 1e-4 * scores[chosen].abs().max()).all()  # fp32 sums
 
 
-@contextmanager
-def no_waits() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def test_the_host_waits_for_nothing_and_no_tensor_is_of_all_pairs(monkeypatch) -> None:
     monkeypatch.setattr(attention, "CHUNK_NUMBERS", 2**24)
     tokens = 16384
@@ -169,7 +159,7 @@ def test_the_host_waits_for_nothing_and_no_tensor_is_of_all_pairs(monkeypatch) -
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    with no_waits():
+    with syncs_are_errors():
         found = step(leaves, top_k=256, returns_divergences=True)
     kept = sum(x.nbytes for x in found.values() if x is not None) + sum(x.nbytes for x in leaves)
     assert torch.cuda.max_memory_allocated() - before - kept < 4 * tokens**2

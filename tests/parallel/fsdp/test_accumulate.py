@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore import FSDPOptions, ParallelConfig, TrainStep
 from moecore.models import Decoder
 from moecore.parallel.fsdp.size import compute_rank_bytes
 from moecore.parallel.model.clip import clip_grad_norm_
@@ -19,7 +19,7 @@ from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 from tests.helpers.whole import gather_whole
 from tests.parallel.fsdp.units import recorded, units
-from tests.parallel.small_decoder import small_decoder
+from tests.parallel.small_decoder import parallel_decoder, small_decoder
 
 pytestmark = pytest.mark.slow
 
@@ -60,13 +60,10 @@ DROPPED = [*((layout, "once") for layout in LAYOUTS), *((each, "every") for each
 
 def make(layout: str) -> Decoder:
     parallel, options = LAYOUTS[layout]
-    model = Decoder(CONFIG, device="meta")
-    parallelize_moe(model, build_meshes(parallel, "cpu"), fsdp=options)
+    model = parallel_decoder(CONFIG, parallel, fsdp=options)
     if layout.endswith("recomputed"):
         for layer in model.model.layers:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    model.to_empty(device="cpu")
-    model.init_weights()
     return model
 
 

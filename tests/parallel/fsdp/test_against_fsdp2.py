@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moecore import FSDPOptions, MoEConfig, ParallelConfig, build_meshes, parallelize_moe
+from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.base.rank_checks import gather_objects
 from moecore.base.torch_private import reduce_scatter_single
 from moecore.io import load, save
@@ -29,28 +29,17 @@ from tests.helpers.grids import beside
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import ranks_fixture
 from tests.parallel.fsdp.fsdp2 import parallelize_with_fsdp2
+from tests.parallel.small_decoder import small_decoder
 
 pytestmark = pytest.mark.slow
 
 WORLD = 4
 MICRO_BATCHES = (2, 1)  # of each step: one that accumulates, and one after an optimizer
 BOTH = {"units": parallelize_moe, "FSDP2": parallelize_with_fsdp2}
-MOE = MoEConfig(dim=32, hidden_dim=24, num_experts=4, top_k=2)
-CONFIG = DecoderConfig(
-    vocab_size=60,  # of which the last rank has fewer rows
-    dim=32,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    dense_layers=(1,),
-    mlp_hidden_dim=48,
-    max_seq_len=32,
-    moe=MOE,
-)
+CONFIG = small_decoder(32, 24, vocab_size=60, num_layers=3, dense_layers=(1,), mlp_hidden_dim=48)
 # Where units of a kind that take turns in buffers are not what a case is about.
 SHORT = replace(CONFIG, num_layers=2)
-BIASES = replace(MOE, num_experts=6, fc1_bias=True, fc2_bias=True)
+BIASES = replace(CONFIG.moe, num_experts=6, fc1_bias=True, fc2_bias=True)
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
 
 

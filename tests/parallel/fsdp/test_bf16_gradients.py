@@ -3,9 +3,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.base.torch_private import get_local_tensor
 from moecore.models import Decoder
 from moecore.moe.router import Router
 from moecore.train import AdamW
@@ -47,17 +47,13 @@ def gradients(layout: str, dtype: torch.dtype, rank: int) -> list[dict[str, Tens
         tokens = torch.randint(0, CONFIG.vocab_size, (2, 13), generator=g)
         with owner.micro_batch():
             (model(tokens[:, :-1], tokens[:, 1:].contiguous()) / MICRO_BATCHES).backward()
-        named = model.named_parameters()
-        found.append({name: local(p.grad).clone() for name, p in named if p.grad is not None})
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found.append({name: get_local_tensor(grad).clone() for name, grad in grads.items()})
     for name, param in model.named_parameters():
         want = torch.float32 if ".router." in name else dtype
-        assert param.dtype == local(param.grad).dtype == want, name
+        assert param.dtype == get_local_tensor(param.grad).dtype == want, name
     assert not owner.finish().is_skipped
     return found
-
-
-def local(tensor: Tensor | None) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def worst_errors(rank: int, device: torch.device) -> dict[str, float]:
@@ -71,9 +67,7 @@ def worst_errors(rank: int, device: torch.device) -> dict[str, float]:
             parts = [b - a for a, b in zip([torch.zeros_like(total), *sums], sums, strict=False)]
             # Each part and each sum is rounded once, by 2**-8 of it.
             size = sum(part.abs() for part in (*parts, *sums))
-            if (
-                layout == "reduced in bf16"
-            ):  # and what each of four ranks adds, which partly cancels
+            if layout == "reduced in bf16":  # what each of four ranks adds partly cancels
                 size = size + 4 * 3 * size.max()
             apart = (narrow[-1][name].float() - total).abs()
             worst = torch.maximum(worst, (apart / (size * 2.0**-8 + 1e-12)).max())

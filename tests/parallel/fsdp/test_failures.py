@@ -27,13 +27,10 @@ from moecore import (
     ParallelConfig,
     PipelineConfig,
     TrainStep,
-    build_meshes,
-    parallelize_moe,
 )
-from moecore.models import Decoder
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import _share_gloo_device, forks
-from tests.parallel.small_decoder import small_decoder
+from tests.parallel.small_decoder import parallel_decoder, small_decoder
 
 TIMEOUT_S, HARD_S = 12, 75
 LATE = 1  # the rank that something happens to
@@ -46,16 +43,13 @@ class Rank:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.rank = folder, dist.get_rank()
-        self.model: Any = Decoder(CONFIG, device="meta")
         # The root, and blocks but for experts, stay; dense meshes are larger than expert ones.
         fsdp = FSDPOptions(
             param_dtype=torch.bfloat16,
             dense_strategy="optim",
             experts_strategy="optim_grads_params",
         )
-        parallelize_moe(self.model, build_meshes(ParallelConfig(ep=2), "cpu"), fsdp=fsdp)
-        self.model.to_empty(device="cpu")
-        self.model.init_weights()
+        self.model: Any = parallel_decoder(CONFIG, ParallelConfig(ep=2), fsdp=fsdp)
         self.optimizer = on_parts(torch.optim.AdamW)(self.model.parameters(), lr=0.05, eps=1e-3)
         self.step = TrainStep(self.model, self.optimizer, num_micro_batches=2)
 
@@ -201,11 +195,10 @@ def read_alone(rank: Rank) -> None:
 
 def end_in_a_stage(rank: Rank) -> None:
     """A pipeline rank ends in its second micro-batch."""
-    model: Any = Decoder(replace(CONFIG, num_layers=4), device="meta")
-    meshes = build_meshes(ParallelConfig(pp=4), "cpu")
-    parallelize_moe(model, meshes, pipeline=PipelineConfig(layout="Et|t|t|tL"))
-    model.to_empty(device="cpu")
-    model.init_weights()
+    pipeline = PipelineConfig(layout="Et|t|t|tL")
+    model: Any = parallel_decoder(
+        replace(CONFIG, num_layers=4), ParallelConfig(pp=4), pipeline=pipeline
+    )
     ran: list[int] = []
 
     def count(*_: object) -> None:

@@ -22,7 +22,7 @@ from moecore.parallel.fsdp.units import find_blocks, find_heads
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import ranks_fixture
 from tests.parallel.fsdp.units import recorded, unit_names
-from tests.parallel.small_decoder import small_decoder
+from tests.parallel.small_decoder import parallel_decoder, small_decoder
 
 WORLD, STEPS, FP32_BOUND = 2, 3, 1e-5
 EP, DEFAULTS = ParallelConfig(ep=2), FSDPOptions()
@@ -78,18 +78,9 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return on_parts(torch.optim.AdamW)(model.parameters(), lr=0.05, eps=1e-2)
 
 
-def make_parallel(run: Run) -> Decoder:
-    """Built on meta; its values are those of `Decoder(run.config)`."""
-    model = Decoder(run.config, device="meta")
-    parallelize_moe(model, build_meshes(run.parallel, "cpu"), fsdp=run.fsdp)
-    model.to_empty(device="cpu")
-    model.init_weights()
-    return model
-
-
 def train(run: Run, rank: int) -> dict[str, Tensor]:
     """Steps on the ranks, with generation and a look at the logits between them."""
-    model = make_parallel(run)
+    model = parallel_decoder(run.config, run.parallel, fsdp=run.fsdp)
     optimizer = make_optimizer(model)
     owner = TrainStep(model, max_norm=0.1, num_micro_batches=run.accumulate)
     found: dict[str, Tensor] = {}
@@ -136,7 +127,7 @@ def train_alone(run: Run) -> dict[str, Tensor]:
 def events_of_a_step(config: DecoderConfig, rank: int) -> list[str]:
     """What units do in the second step, in order."""
     run = Run(config=config)
-    model = make_parallel(run)
+    model = parallel_decoder(run.config, run.parallel, fsdp=run.fsdp)
     for step in range(2):
         tokens, labels = batches(run, step, rank)[0]
         with recorded(model) as events:

@@ -28,7 +28,7 @@ from moecore.parallel.fsdp.unit import State, Unit
 from moecore.train import AdamW, HostAdamW
 from moecore.train.rerun import drop_step
 from tests.helpers.parts import on_parts
-from tests.parallel.fsdp.units import unit_of, units
+from tests.parallel.fsdp.units import units
 
 DIM, BLOCKS, LR = 8, 5, 2**-6
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -514,20 +514,6 @@ def test_micro_batches_in_flight_are_all_of_a_step() -> None:
     step.finish()
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_a_dropped_step_leaves_no_sums(options: str) -> None:
-    pair = Pair(**OPTIONS[options])
-    step = TrainStep(pair.model, pair.optimizer, num_micro_batches=2)
-    with step.micro_batch():
-        train(pair, BLOCKS)
-    step.drop()
-    drop(pair, BLOCKS)
-    for _ in range(2):
-        with step.micro_batch():
-            train(pair, BLOCKS)
-    pair.check()
-
-
 def test_a_part_may_be_another_object_each_time() -> None:
     """As torch 2.14 returns it: the whole parameters, which are the shards here, stay."""
     model: Any = parallelize_moe(Model(), build_meshes(ParallelConfig(), "cpu"))
@@ -537,17 +523,6 @@ def test_a_part_may_be_another_object_each_time() -> None:
             model(torch.randn(3, DIM))
         outputs[-1].sum().backward()
     assert all(p.grad is not None for p in model.layers[0].parameters())
-
-
-def test_blocks_take_turns_in_two_buffers() -> None:
-    pair = Pair()
-    found = [unit_of(pair.model, layer) for layer in pair.model.layers]
-    buffers = [unit.buffer for unit in found if unit is not None]
-    assert len(buffers) == BLOCKS and len({id(b) for b in buffers}) == 2
-    assert all(a is not b for a, b in pairwise(buffers))
-    play(pair, [(train, BLOCKS)])
-    held = [unit for unit in units(pair.model) if unit.state is not State.SHARDED]
-    assert held == []
 
 
 def test_a_forward_that_finds_no_memory_ends_like_any_that_fails() -> None:

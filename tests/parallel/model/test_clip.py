@@ -17,6 +17,7 @@ from moecore import parallelize_moe as parallelize
 from moecore.base.rank_checks import gather_objects
 from moecore.parallel.model.clip import GradientNorm, clip_and_step
 from moecore.parallel.model.parallel_state import get_moe_state
+from tests.helpers.errors import error_of
 from tests.helpers.grids import grid
 from tests.helpers.ranks import ranks_fixture
 
@@ -68,11 +69,7 @@ def step_with_bad_gradient(name, bad_rank, value, *, fused) -> dict[str, Any]:
 
 
 def refusal(model: nn.Module) -> str:
-    try:
-        parallelize(model, build_meshes(ParallelConfig(ep=2), "cpu"))
-    except ValueError as error:
-        return str(error)
-    return "no error"
+    return error_of(lambda: parallelize(model, build_meshes(ParallelConfig(ep=2), "cpu")))
 
 
 def refusals() -> dict[str, str]:

@@ -17,10 +17,11 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.rank_checks import gather_objects
-from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.model.parallel_state import get_moe_state
+from tests.helpers.errors import error_of
 from tests.helpers.ranks import ranks_fixture
 from tests.moe.moe_cases import make_layer
+from tests.parallel.small_decoder import parallel_decoder, small_decoder
 
 CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)
 PARALLEL = {"sharded": ParallelConfig(ep=1, edp_shard=2), "ep": ParallelConfig(ep=2, edp_shard=1)}
@@ -118,14 +119,6 @@ def make(layout: str) -> nn.Module:
     return model
 
 
-def error_of(verb: Callable[[], Any]) -> str:
-    try:
-        verb()
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 def errors(model: nn.Module, x: Tensor) -> list[str]:
     """What clipping and the end of a step say, after a step and after a forward alone."""
     model(x).square().mean().backward()
@@ -144,21 +137,7 @@ def errors(model: nn.Module, x: Tensor) -> list[str]:
 
 def errors_of_a_meta_model() -> list[str]:
     """Whose parameters are others since `to_empty`."""
-    config = DecoderConfig(
-        vocab_size=32,
-        dim=16,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=8,
-        max_seq_len=16,
-        tie_embeddings=True,
-        moe=CONFIG,
-    )
-    model = Decoder(config, device="meta")
-    parallelize_moe(model, build_meshes(PARALLEL["ep"], "cpu"))
-    model.to_empty(device="cpu")
-    model.init_weights()
+    model = parallel_decoder(small_decoder(16, 16, tie_embeddings=True), PARALLEL["ep"])
     tokens = torch.arange(12).view(2, 6)
     model(tokens, tokens.contiguous()).backward()
     found = [error_of(lambda: clip_grad_norm_(model, 1.0))]
@@ -196,7 +175,7 @@ def test_what_nobody_reduces_is_refused(layout: str, name: str, ranks: list[Any]
 def test_what_somebody_reduces_or_nobody_trains_works(layout, name, ranks) -> None:
     """Gathered copies are no new parameters either."""
     for rank in ranks:
-        assert rank[layout, name] == [""] * 5
+        assert rank[layout, name] == ["no error"] * 5
 
 
 def test_a_head_around_the_model_is_refused(ranks: list[Any]) -> None:
@@ -206,10 +185,10 @@ def test_a_head_around_the_model_is_refused(ranks: list[Any]) -> None:
 
 def test_models_made_on_meta_and_plain_ones_work(ranks: list[Any]) -> None:
     for rank in ranks:
-        assert rank["meta"] == ["", ""] and rank["plain"] == ""
+        assert rank["meta"] == ["no error"] * 2 and rank["plain"] == "no error"
 
 
 @pytest.mark.usefixtures("no_group_left")
 def test_one_rank_reduces_nothing() -> None:
     model = parallelize_moe(Model(), build_meshes(ParallelConfig(), "cpu"))
-    assert errors(add_low_rank(model), torch.randn(8, 16)) == [""] * 5
+    assert errors(add_low_rank(model), torch.randn(8, 16)) == ["no error"] * 5

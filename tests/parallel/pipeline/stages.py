@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore import BalanceConfig, ParallelConfig, PipelineConfig, build_meshes, parallelize_moe
+from moecore import BalanceConfig, ParallelConfig, PipelineConfig
 from moecore.base.params import compute_global_indices
 from moecore.models import Decoder
-from tests.parallel.small_decoder import small_decoder
+from tests.parallel.small_decoder import parallel_decoder, small_decoder
 
 TABLE = "model.embed_tokens.weight"
 CONFIG = small_decoder(
@@ -39,12 +39,8 @@ PP = {"whole": 1, "halves": 2, "turns": 2, "quarters": 4}
 
 def build(layout: str, *, seed: int = 7, **degrees: int) -> Decoder:
     """Return this rank's stage, sharded over the other ranks of its stage, with equal copies."""
-    meshes = build_meshes(ParallelConfig(pp=PP[layout], **degrees), "cpu")
-    model = Decoder(CONFIG, device="meta")
-    parallelize_moe(model, meshes, pipeline=LAYOUTS[layout][0])
-    model.to_empty(device="cpu")
-    model.init_weights(seed)
-    return model
+    parallel = ParallelConfig(pp=PP[layout], **degrees)
+    return parallel_decoder(CONFIG, parallel, seed=seed, pipeline=LAYOUTS[layout][0])
 
 
 def plain(seed: int = 7) -> Decoder:

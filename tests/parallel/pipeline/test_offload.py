@@ -29,6 +29,7 @@ from moecore.parallel.pipeline.orders import Action
 from moecore.parallel.pipeline.run import _ScheduleRun
 from moecore.train.memory.groups import OffloadChunk
 from moecore.train.memory.offload import Offload
+from tests.helpers.errors import error_of
 from tests.helpers.ranks import ranks_fixture
 from tests.parallel.small_decoder import small_decoder
 from tests.train.memory.blocks import LateStreams
@@ -183,10 +184,8 @@ def refusals(meshes: Meshes) -> dict[str, str]:
     for name, (its_meshes, fractions, config) in calls.items():
         memory = MemoryOptions(offload=PARTS, offload_fraction=fractions)
         model = Decoder(DECODER, device="meta")
-        try:
-            parallelize_moe(model, its_meshes, memory=memory, pipeline=config)
-        except ValueError as error:
-            errors[name] = str(error)
+        how = dict(memory=memory, pipeline=config)
+        errors[name] = error_of(partial(parallelize_moe, model, its_meshes, **how))
     return errors
 
 

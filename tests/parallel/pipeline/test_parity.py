@@ -34,12 +34,13 @@ from moecore.parallel.pipeline.run import _ScheduleRun
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.train import GraphedForwardBackward
 from tests.families.transformers.hf_models import random_model
+from tests.helpers.errors import error_of
 from tests.helpers.grids import asked_for
 from tests.helpers.parity import Case, run_case, worst_error
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 from tests.helpers.whole import gather_whole
-from tests.parallel.small_decoder import small_decoder
+from tests.parallel.small_decoder import parallel_decoder, small_decoder
 from tests.test_parity import BF16, FP8, FP32_BOUND, case
 
 pytestmark = pytest.mark.slow
@@ -187,13 +188,7 @@ def refusals(rank: int) -> dict[str, str]:
         "layout": lambda: parallelized(pipeline=pipeline("1f1b", "Ettt|tmmL")),
         "compiled": lambda: parallelized(pipeline=V, dense=DenseOptions(compile=True)),
     }
-    errors = {}
-    for name, call in calls.items():
-        try:
-            call()
-        except ValueError as error:
-            errors[name] = str(error)
-    return errors
+    return {name: error_of(call) for name, call in calls.items()}
 
 
 def run_the_page() -> float:
@@ -256,12 +251,8 @@ def transformers_models(rank: int) -> dict[str, dict[str, float]]:
 
 def held_for_weights(config: PipelineConfig, *, layers: int) -> tuple[int, int]:
     """Return the most bytes that weight gradients of a rank wait for, as planned and as found."""
-    meshes, steps = build_meshes(ParallelConfig(pp=4), "cpu"), 6
     decoder = replace(PREDICTS, num_layers=layers, num_mtp_layers=0, mtp_loss_coef=0.0)
-    model = Decoder(decoder, device="meta")
-    parallelize_moe(model, meshes, pipeline=config)
-    model.to_empty(device="cpu")
-    model.init_weights(0)
+    model, steps = parallel_decoder(decoder, ParallelConfig(pp=4), pipeline=config), 6
     one = [0] * len(get_parallel_state(model).pipeline.layout.stages)
     found = 0
     original = _ScheduleRun._run_input_backward
@@ -279,7 +270,7 @@ def held_for_weights(config: PipelineConfig, *, layers: int) -> tuple[int, int]:
     step.drop()
     chunks = len(one) // 4
     schedule = make_schedule(config.schedule, pp=4, chunks=chunks, num_micro_batches=steps)
-    return schedule.compute_peak_live([0] * len(one), deferred_sizes=one)[meshes.pp_rank], found
+    return schedule.compute_peak_live([0] * len(one), deferred_sizes=one)[dist.get_rank()], found
 
 
 def worker(rank: int, device: torch.device, cases: list[Case]) -> dict[str, dict[str, float]]:

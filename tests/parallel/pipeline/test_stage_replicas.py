@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from moecore import ParallelConfig, TrainStep, build_meshes, clip_grad_norm_, parallelize_moe
+from moecore.base.rank_checks import gather_objects
 from moecore.models import Decoder
 from moecore.parallel.model.parallel_state import all_reduce_stage_copies, find_staged_module
+from tests.helpers.errors import error_of
 from tests.helpers.ranks import ranks_fixture
 from tests.parallel.pipeline.stages import (
     CONFIG,
@@ -30,12 +32,6 @@ STEPS = 5
 
 def num_copies(layout: str) -> int:
     return len(LAYOUTS[layout][1])
-
-
-def gather(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.AdamW:
@@ -55,7 +51,7 @@ def drift(layout: str) -> bool:
         all_reduce_stage_copies(model)
         clip_grad_norm_(model, 0.1)
         optimizer.step()
-    tables = [t for t in gather(None if table is None else local(table)) if t is not None]
+    tables = [t for t in gather_objects(None if table is None else local(table)) if t is not None]
     assert len(tables) == num_copies(layout)
     return all(torch.equal(tables[0], other) for other in tables[1:])
 
@@ -68,7 +64,7 @@ def missing_gradient() -> bool:
     if dist.get_rank() == 0:
         table.grad = None
     all_reduce_stage_copies(model)
-    found = gather(None if table is None else local(table.grad))
+    found = gather_objects(None if table is None else local(table.grad))
     whole = plain()
     set_gradients(whole, 0, scale=2.0)
     wanted = whole.model.embed_tokens.weight.grad
@@ -91,10 +87,10 @@ def skip(bad_rank: int, *, fused: bool) -> dict[str, Any]:
         done = step.finish()
     kept = all(torch.equal(a, local(b)) for a, b in zip(before, model.parameters(), strict=True))
     return {
-        "kept": gather(kept),
-        "names": gather(done.norm.non_finite),
-        "wanted": gather(name)[bad_rank],
-        "warned": fused or all(gather(bool(caught))),
+        "kept": gather_objects(kept),
+        "names": gather_objects(done.norm.non_finite),
+        "wanted": gather_objects(name)[bad_rank],
+        "warned": fused or all(gather_objects(bool(caught))),
     }
 
 
@@ -106,11 +102,8 @@ def refusals() -> dict[str, list[str]]:
         model = Decoder(CONFIG)
         model.init_weights(0)
         change(model)
-        try:
-            parallelize_moe(model, meshes, pipeline=LAYOUTS["halves"][0])
-        except ValueError as error:
-            return gather(str(error))
-        return gather("no error")
+        pipeline = LAYOUTS["halves"][0]
+        return gather_objects(error_of(lambda: parallelize_moe(model, meshes, pipeline=pipeline)))
 
     def table(model: Decoder) -> None:
         if dist.get_rank() >= 2:
