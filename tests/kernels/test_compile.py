@@ -43,6 +43,7 @@ from moecore.kernels.rows import (
     free_list,
     index,
     microscaled,
+    microscaled_activation,
     microscaled_rows,
     pages,
     quantised,
@@ -729,6 +730,22 @@ def test_microscaled_operands(scaling, packed, compiled, tmp_path, monkeypatch, 
         assert ("div.rn.f32" in ptx) == (scaling == "nvfp4" and "microscale" in name), name
         if not packed and "microscale" in name:
             assert kernel.metadata.shared == 0, name
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("compiled", [90, 100], indirect=True)
+def test_activation_in_mxfp8_operands(packed, compiled, tmp_path, monkeypatch, request) -> None:
+    """One kernel activates and quantises, and in backward writes three operands."""
+    monkeypatch.setattr(microscaled_activation, "get_emulated_dtype", lambda _: torch.bfloat16)
+    options = activation.ActivationOptions(kind="swiglu")
+    order = microscaled_activation.ExpertOrder(E, packed, torch.zeros(T * K, dtype=torch.int64))
+    for da in (None, bf16(T * K, F)):
+        inputs = bf16(T * K, 2 * F), da, torch.zeros(T * K), ints(), options
+        microscaled_activation.microscaled_activation(*inputs, order)
+    assert len(compiled) == 3  # and one adds the gradients of routing weights
+    for name, kernel in compiled.items():
+        assert kernel.metadata.target.arch == request.node.callspec.params["compiled"]
+        assert spilled_bytes(kernel, tmp_path) == 0, name
 
 
 BLOCK_SCALED = {  # instructions, and shared memory of one program
