@@ -203,19 +203,19 @@ class EmulatedMatmuls(Matmuls):
         unpack = partial(_unpack_emulated, recipe, self.is_packed)
         self.matrices = QuantisedMatrices(weights, quantise, unpack)
 
-    def activate(self, h_RC: Tensor, *others: Any) -> Any:
+    def activate(self, h_RC: Tensor, *inputs: Any) -> Any:
         if not self._has_fused_kernel(h_RC):
-            return super().activate(h_RC, *others)
+            return super().activate(h_RC, *inputs)
         order = ExpertOrder(self.offsets_e.shape[0], self.is_packed)
-        operands: Any = (h_RC, None, *others, order)
+        operands: Any = (h_RC, None, *inputs, order)
         return _QuantisedRows(microscaled_activation(*operands)[0][0], None, h_RC.dtype)
 
-    def activate_bwd(self, h_RC: Tensor, *others: Any) -> tuple[Any, Any, Any]:
+    def activate_bwd(self, h_RC: Tensor, *inputs: Any) -> tuple[Any, Any, Any]:
         if not self._has_fused_kernel(h_RC):
-            return super().activate_bwd(h_RC, *others)
+            return super().activate_bwd(h_RC, *inputs)
         rows_P, _ = self._rows_and_experts_P
         order = ExpertOrder(self.offsets_e.shape[0], self.is_packed, rows_P)
-        operands: Any = (h_RC, *others, order)
+        operands: Any = (h_RC, *inputs, order)
         (dh, dh_columns, a), dweights_R = microscaled_activation(*operands)
         dtype = h_RC.dtype
         return _QuantisedRows(dh, dh_columns, dtype), dweights_R, _QuantisedRows(None, a, dtype)
