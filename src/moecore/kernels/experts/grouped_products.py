@@ -46,13 +46,9 @@ class Matmuls(Protocol):
     index_cache: Any = None  # as for `Products`
     wants: GradFlags | None = None  # the gradients that the running backward computes
 
-    def activate(self, *operands: Any) -> Any:
-        """Return the weighted activation for `multiply`; arguments of `weighted_activation`."""
-        return weighted_activation(*operands)
-
-    def activate_bwd(self, *operands: Any) -> tuple[Any, Tensor, Any]:
-        """Return gradients of FC1's output and of weights, and the activation, as above."""
-        return weighted_activation_bwd(*operands)
+    # return the weighted activation as `multiply` reads it, and its gradients likewise
+    activate: Any = staticmethod(weighted_activation)
+    activate_bwd: Any = staticmethod(weighted_activation_bwd)
 
     def multiply(self, rows_RK: Any, operand: Operand) -> Tensor:
         """Return rows of an operand times its matrix per expert: x w1^T, a w2^T, dy w2 or dh w1."""
@@ -141,7 +137,8 @@ class GroupedProducts(Products):
         da_RF, num_rows = self._multiply(dy_RD, "dy"), self.row_map.num_rows
         is_wide = self.low1.update or self.low2.update  # whose gradients read wide rows
         activate_bwd = weighted_activation_bwd if is_wide else self.matmuls.activate_bwd
-        return activate_bwd(h.widen(), da_RF, self.weights_R, num_rows, self.activation)
+        h_RC = h.values if h.scales is None else h.widen()
+        return activate_bwd(h_RC, da_RF, self.weights_R, num_rows, self.activation)
 
     def fc1_dgrad(self, dh: Any) -> Tensor:
         return self._multiply(dh, "dh")

@@ -212,7 +212,7 @@ class EmulatedMatmuls(Matmuls):
 
     def activate_bwd(self, h_RC: Tensor, *inputs: Any) -> tuple[Any, Any, Any]:
         if not self._has_fused_kernel(h_RC):
-            return super().activate_bwd(h_RC, *inputs)
+            return super().activate_bwd(h_RC, *inputs)  # type: ignore[no-any-return]
         rows_P, _ = self._rows_and_experts_P
         order = ExpertOrder(self.offsets_e.shape[0], self.is_packed, rows_P)
         operands: Any = (h_RC, *inputs, order)
