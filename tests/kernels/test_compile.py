@@ -21,7 +21,7 @@ from torch import Tensor
 import moecore.kernels
 from moecore.base.options.precision import Recipe
 from moecore.kernels import adamw, cross_entropy, hyper_connections, momentum
-from moecore.kernels.common import BLOCK_SCALED_TRITON
+from moecore.kernels.common import NVFP4_TRITON
 from moecore.kernels.experts import contract, expert_mlp
 from moecore.kernels.grouped import block_scaled, fp8, scaled, scaled_rows, wgrad
 from moecore.kernels.invariant import product
@@ -766,7 +766,7 @@ BLOCK_SCALED = {  # instructions, and shared memory of one program
 }
 
 
-@pytest.mark.skipif(VERSION < BLOCK_SCALED_TRITON, reason="Triton is older than 3.9")
+@pytest.mark.skipif(VERSION < NVFP4_TRITON, reason="Triton is older than 3.9")
 @pytest.mark.parametrize("scaling", ["mxfp8", "nvfp4"])
 @pytest.mark.parametrize("compiled", BLOCK_SCALED, indirect=True)
 def test_products_of_blocks(scaling, compiled, tmp_path, request) -> None:
@@ -781,13 +781,15 @@ def test_products_of_blocks(scaling, compiled, tmp_path, request) -> None:
         assert spilled_bytes(kernel, tmp_path) == 0, name
 
 
-@pytest.mark.parametrize("compiled", [100], indirect=True)
-def test_products_of_mxfp8_blocks_compile_for_blackwell(compiled, tmp_path) -> None:
+@pytest.mark.parametrize("compiled", BLOCK_SCALED, indirect=True)
+def test_products_of_mxfp8_blocks_compile_for_blackwell(compiled, tmp_path, request) -> None:
     """By the Triton of a plain test run, too, which cannot compile NVFP4 before 3.9."""
     run_block_scaled(Recipe(scaling="mxfp8"))
+    instructions, shared_bytes = BLOCK_SCALED[request.node.callspec.params["compiled"]]
     assert len(compiled) == 6
     for name, kernel in compiled.items():
-        assert re.search(BLOCK_SCALED[100][0]["mxfp8"], kernel.asm["ptx"]), name
+        assert re.search(instructions["mxfp8"], kernel.asm["ptx"]), name
+        assert kernel.metadata.shared <= shared_bytes, name
         assert spilled_bytes(kernel, tmp_path) == 0, name
 
 

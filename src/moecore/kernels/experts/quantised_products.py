@@ -191,7 +191,7 @@ class EmulatedMatmuls(Matmuls):
         self.packs_rows = recipe.hidden_format == "microscaled"
         device, length = index.row_ids_R.device, index.row_ids_R.shape[0]
         self.has_low_rank_kernels = has_hopper_kernels(device)
-        self.is_packed = has_block_scaled_kernels(device)  # operands are bytes
+        self.is_packed = has_block_scaled_kernels(device, recipe.scaling)  # operands are bytes
         self._quantise_rows = partial(
             quantise_microscaled,
             recipe=recipe,
@@ -290,7 +290,7 @@ def quantise_matrices_emulated(
     w_eNK: Tensor, recipe: Recipe, *, rowwise: bool = True, columnwise: bool = True
 ) -> OperandPair:
     """Return MXFP8 or NVFP4 operands: packed if the GPU supports the format, or dequantised."""
-    is_packed = has_block_scaled_kernels(w_eNK.device)
+    is_packed = has_block_scaled_kernels(w_eNK.device, recipe.scaling)
     return quantise_microscaled_matrices(
         w_eNK, recipe, rowwise=rowwise, columnwise=columnwise, pack=is_packed
     )

@@ -181,9 +181,16 @@ def microscaled_activation(
         outputs += x.values.view(torch.uint8) if order.pack else x.values, x.scales
     outputs += [None] * (6 - len(outputs))
     inputs = h_RC, da_RF, weights_R, num_rows, None if da_RF is None else rows_P
-    constants = dict(F=F, ACT=options.constants, PACK=order.pack, SIZE=SIZE, **PROGRAM)
-    grid = cdiv(M, SIZE) * cdiv(F, PROGRAM["B"])
-    launch(microscaled_activation_kernel, grid, *inputs, *outputs, parts, R, M, **constants)
+    launch(
+        microscaled_activation_kernel,
+        cdiv(M, SIZE) * cdiv(F, PROGRAM["B"]),
+        *(*inputs, *outputs, parts, R, M),
+        F=F,
+        ACT=options.constants,
+        PACK=order.pack,
+        SIZE=SIZE,
+        **PROGRAM,
+    )
     if parts is not None:
         args, grid = (parts, num_rows, dweights_R, R), cdiv(R, SUM_ROWS)
         launch(sum_parts_kernel, grid, *args, PARTS=len(parts), BLOCK_R=SUM_ROWS)
