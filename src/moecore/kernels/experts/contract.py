@@ -342,12 +342,8 @@ class ExpertSpec:
         problem = self.find_dtype_problem((torch.bfloat16,), "experts in FP8")
         if problem is not None:
             return problem
-        recipe = self.recipe
-        has_block_kernels = (
-            recipe is not None
-            and recipe.is_emulated
-            and has_block_scaled_kernels(self.device, recipe.scaling)
-        )
+        emulated = self.recipe if self.recipe is not None and self.recipe.is_emulated else None
+        has_block_kernels = emulated and has_block_scaled_kernels(self.device, emulated.scaling)
         if not (has_hopper_kernels(self.device) or has_block_kernels):
             return (
                 f"device of the experts ({self.device}) must be a Hopper GPU with Triton for "

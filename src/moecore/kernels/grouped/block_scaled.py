@@ -190,11 +190,6 @@ def _make_constants(operand: Blocks, recipe: Recipe) -> BlockScaledConstants:
     return BlockScaledConstants(fmt, recipe.power_of_two, P, recipe.weight_multiple, BYTES_K * P)
 
 
-def _is_multiplied_by_torch(operand: Blocks, recipe: Recipe) -> bool:
-    """Return whether torch multiplies an operand's format on its device."""
-    return recipe.scaling == "mxfp8" and has_torch_mxfp8(operand.values.device)
-
-
 def block_scaled_gemm(
     a: Blocks, b: Blocks, offsets_e: Tensor, recipe: Recipe, dtype: torch.dtype
 ) -> Tensor:
@@ -208,7 +203,7 @@ def block_scaled_gemm(
     out_RN = a.values.new_empty(R, N, dtype=dtype)
     if not R:
         return out_RN
-    if _is_multiplied_by_torch(a, recipe):
+    if recipe.scaling == "mxfp8" and has_torch_mxfp8(a.values.device):
         return mxfp8_gemm(a, b, offsets_e).to(dtype)
     const = _make_constants(a, recipe)
     launch(
@@ -241,7 +236,7 @@ def block_scaled_wgrad(
     expert's rows padded with zeros to full blocks. offsets_e is the running sum of padded counts,
     at most W. Options are as in `grouped_wgrad`, but `dtype` None = fp32.
     """
-    if _is_multiplied_by_torch(x, recipe):
+    if recipe.scaling == "mxfp8" and has_torch_mxfp8(x.values.device):
         grad_eMN = mxfp8_wgrad(x, y, offsets_e)
         return scale_and_store_grad(grad_eMN, out, accumulate, dtype or torch.float32, scale)
     (M, bytes_W), N, e = x.values.shape, y.values.shape[0], offsets_e.shape[0]

@@ -60,24 +60,14 @@ def mxfp8_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor) -> Tensor:
     are multiples of 32 and not 0: torch does not write the output of an expert without rows.
     """
     layout = pad_rows(offsets_e // BLOCK, x.scales.shape[1], COLUMNS)
-    tile_C = torch.arange(layout.num_rows // COLUMNS, device=offsets_e.device)
-    # First column tile and number of column tiles of each expert, and of the rest of the buffer.
-    ends = pad(layout.offsets_e // COLUMNS, (1, 1))
-    ends[-1:] = len(tile_C)
-    expert_C = torch.searchsorted(ends[1:-1].contiguous(), tile_C.int(), right=True)
-    start_C, number_C = ends[expert_C], ends.diff()[expert_C]
+    tile_C = torch.arange(layout.num_rows // COLUMNS, dtype=torch.int32, device=offsets_e.device)
+    expert_C = torch.searchsorted(layout.offsets_e // COLUMNS, tile_C, right=True)
 
     def order(scales: Tensor) -> Tensor:
         columns = scales.new_zeros(scales.shape[0], layout.num_rows + 1)
         tiles = swizzle_scales(columns.index_copy_(1, layout.position_R, scales)[:, :-1])
-        row_tiles = torch.arange(tiles.shape[0], device=tiles.device)[:, None]
-        place = tiles.shape[0] * start_C + row_tiles * number_C + tile_C - start_C
-        tiles = (
-            torch.empty_like(tiles)
-            .view(-1, ROWS * COLUMNS)
-            .index_copy_(0, place.flatten(), tiles.flatten(0, 1))
-        )
-        return tiles.view(row_tiles.shape[0] * ROWS, -1)
+        by_expert = expert_C.expand(tiles.shape[:2]).flatten().argsort(stable=True)
+        return tiles.flatten(0, 1)[by_expert].view(len(tiles) * ROWS, -1)
 
     return _multiply(x.values, y.values.T, order(x.scales), order(y.scales), offsets_e)
 
