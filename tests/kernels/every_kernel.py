@@ -40,6 +40,7 @@ from moecore.kernels.rows.four_bit import dequantise, quantise
 from moecore.kernels.rows.free_list import PagePool, return_pages
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.microscaled import quantise_microscaled, quantise_microscaled_matrices
+from moecore.kernels.rows.microscaled_activation import ExpertOrder, microscaled_activation
 from moecore.kernels.rows.microscaled_rows import pack_microscaled_rows, widen_microscaled_rows
 from moecore.kernels.rows.move import copy_first_rows, gather_rows
 from moecore.kernels.rows.packed import gather_packed_rows, pack_rows, view_packed_rows
@@ -210,6 +211,10 @@ def run_quantised(device: str, index: Any) -> None:
             quantise_microscaled_matrices(x_TD[None, :32], recipe, pack=packed)
         packed_rows = pack_microscaled_rows(x_TD, recipe)
         widen_microscaled_rows(*packed_rows, x_TD.dtype)
+    rows_T = torch.arange(len(x_TD) // 32 * 32, device=device)
+    h, swiglu = x_TD[: len(rows_T)], ActivationOptions(kind="swiglu")
+    dy, order = h[:, : h.shape[1] // 2].contiguous(), ExpertOrder(1, True, rows_T)
+    microscaled_activation(h, dy, None, None, swiglu, order)
     run_block_scaled(x_TD)
     dequantise(quantise(x_TD[:, :64], "nf4"), torch.bfloat16)
     part = torch.randn(2, 24, 144, device=device)

@@ -42,7 +42,7 @@ SIZES: dict[str, Any] = {"S": 23, "D": 64, "F": 32}
 def block_scaled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Tensor cores multiply scales, or what stands for them."""
     for module in (quantised_products, contract, emulated):
-        monkeypatch.setattr(module, "has_block_scaled_kernels", lambda _: True)
+        monkeypatch.setattr(module, "has_block_scaled_kernels", lambda *_: True)
     skip_old_triton(request)
 
 
@@ -70,7 +70,7 @@ def test_experts(name, device, monkeypatch, request) -> None:
         check(found, oracle(leaves, ids, recipe, "swiglu"), bound)
         return
     again = run(on_device, ids.to(device), options_of(recipe))
-    monkeypatch.setattr(quantised_products, "has_block_scaled_kernels", lambda _: False)
+    monkeypatch.setattr(quantised_products, "has_block_scaled_kernels", lambda *_: False)
     expected = run(on_device, ids.to(device), options_of(recipe))
     for output in OUTPUTS:
         wrong = (found[output].float() - expected[output].float()).norm()
@@ -181,23 +181,23 @@ def test_what_experts_launch(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "version", "has_them"),
+    ("capability", "version", "scalings"),
     [
-        ((9, 0), (3, 9, 0), False),
-        ((10, 0), (3, 9, 0), True),
-        ((12, 0), (3, 10, 1), True),
-        ((10, 0), (3, 6, 0), False),
+        ((9, 0), (3, 9, 0), []),
+        ((10, 0), (3, 9, 0), ["mxfp8", "nvfp4"]),
+        ((12, 0), (3, 10, 1), ["mxfp8", "nvfp4"]),
+        ((10, 0), (3, 6, 0), ["mxfp8"]),
     ],
 )
-def test_who_has_tensor_cores_for_blocks(capability, version, has_them, monkeypatch) -> None:
+def test_who_has_tensor_cores_for_blocks(capability, version, scalings, monkeypatch) -> None:
     monkeypatch.setattr(common, "HAS_TRITON", True)
     monkeypatch.setattr(common, "INTERPRET", False)
     monkeypatch.setattr(common, "TRITON", version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(common, "_get_capability", common._get_capability.__wrapped__)
-    decide = common.has_block_scaled_kernels
-    assert decide(torch.device("cuda")) == has_them and not decide(torch.device("cpu"))
-    assert not common.has_block_scaled_kernels(torch.device("meta"))
+    decide, devices = common.has_block_scaled_kernels, [torch.device(n) for n in ("cpu", "meta")]
+    assert [name for name in RECIPES if decide(torch.device("cuda"), name)] == scalings
+    assert not any(decide(device, name) for device in devices for name in RECIPES)
 
 
 def test_one_place_decides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +207,6 @@ def test_one_place_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_products_problem("auto", spec) is None
     blockwise = replace(spec, recipe=Recipe(), dim=128, hidden_dim=128)
     assert "must be a Hopper GPU" in str(find_products_problem("auto", blockwise))
-    monkeypatch.setattr(contract, "has_block_scaled_kernels", lambda _: False)
+    monkeypatch.setattr(contract, "has_block_scaled_kernels", lambda *_: False)
     refusal = find_products_problem("auto", spec)
-    assert refusal is not None and "or a Blackwell GPU with Triton 3.9" in refusal
+    assert refusal is not None and "or with Triton 3.9 for 'nvfp4'" in refusal

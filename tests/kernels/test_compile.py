@@ -21,7 +21,7 @@ from torch import Tensor
 import moecore.kernels
 from moecore.base.options.precision import Recipe
 from moecore.kernels import adamw, cross_entropy, hyper_connections, momentum
-from moecore.kernels.common import BLOCK_SCALED_TRITON
+from moecore.kernels.common import NVFP4_TRITON
 from moecore.kernels.experts import contract, expert_mlp
 from moecore.kernels.grouped import block_scaled, fp8, scaled, scaled_rows, wgrad
 from moecore.kernels.invariant import product
@@ -43,6 +43,7 @@ from moecore.kernels.rows import (
     free_list,
     index,
     microscaled,
+    microscaled_activation,
     microscaled_rows,
     pages,
     quantised,
@@ -715,6 +716,22 @@ def test_microscaled_operands(scaling, packed, compiled, tmp_path, monkeypatch, 
             assert kernel.metadata.shared == 0, name
 
 
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("compiled", [90, 100], indirect=True)
+def test_activation_in_mxfp8_operands(packed, compiled, tmp_path, monkeypatch, request) -> None:
+    """One kernel activates and quantises, and in backward writes three operands."""
+    monkeypatch.setattr(microscaled_activation, "get_emulated_dtype", lambda _: torch.bfloat16)
+    options = activation.ActivationOptions(kind="swiglu")
+    order = microscaled_activation.ExpertOrder(E, packed, torch.zeros(T * K, dtype=torch.int64))
+    for da in (None, bf16(T * K, F)):
+        inputs = bf16(T * K, 2 * F), da, torch.zeros(T * K), ints(), options
+        microscaled_activation.microscaled_activation(*inputs, order)
+    assert len(compiled) == 3  # and one adds the gradients of routing weights
+    for name, kernel in compiled.items():
+        assert kernel.metadata.target.arch == request.node.callspec.params["compiled"]
+        assert spilled_bytes(kernel, tmp_path) == 0, name
+
+
 BLOCK_SCALED = {  # instructions, and shared memory of one program
     100: (
         {
@@ -737,11 +754,10 @@ BLOCK_SCALED = {  # instructions, and shared memory of one program
 @pytest.mark.parametrize("compiled", BLOCK_SCALED, indirect=True)
 def test_products_of_blocks(scaling, compiled, tmp_path, request) -> None:
     """Blackwell multiplies values and scales in one instruction."""
-    arch = request.node.callspec.params["compiled"]
-    if VERSION < BLOCK_SCALED_TRITON and (arch, scaling) != (100, "mxfp8"):
+    if VERSION < NVFP4_TRITON and scaling == "nvfp4":
         pytest.skip("Triton is older than 3.9")
     run_block_scaled(Recipe(scaling=scaling))
-    instructions, shared_bytes = BLOCK_SCALED[arch]
+    instructions, shared_bytes = BLOCK_SCALED[request.node.callspec.params["compiled"]]
     assert len(compiled) == 6
     for name, kernel in compiled.items():
         assert re.search(instructions[scaling], kernel.asm["ptx"]), name

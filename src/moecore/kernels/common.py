@@ -62,7 +62,7 @@ HAS_TRITON = not type(triton).__name__.startswith("_")
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 TRITON = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3])) if HAS_TRITON else ()
 
-BLOCK_SCALED_TRITON = (3, 9)  # older releases cannot compile NVFP4
+NVFP4_TRITON = (3, 9)  # older releases cannot compile NVFP4
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -112,11 +112,20 @@ def has_hopper_kernels(device: torch.device) -> bool:
     return _get_capability(device) == (9, 0)
 
 
-def has_block_scaled_kernels(device: torch.device) -> bool:
-    """Return whether kernels for MXFP8 and NVFP4 (Blackwell) can run, or a dry run records them."""
+def has_block_scaled_kernels(device: torch.device, scaling: str) -> bool:
+    """Return whether a device multiplies "mxfp8" or "nvfp4" operands, or a dry run records this."""
     if device.type == "meta":
         return meta_settings.has_block_scales
-    return TRITON >= BLOCK_SCALED_TRITON and _get_capability(device)[0] >= 10
+    can_compile = scaling == "mxfp8" or TRITON >= NVFP4_TRITON
+    return can_compile and _get_capability(device)[0] >= 10
+
+
+@functools.cache
+def has_torch_mxfp8(device: torch.device) -> bool:
+    """Return whether torch's grouped product multiplies MXFP8 operands on a device."""
+    libraries = "USE_FBGEMM_GENAI", "USE_MSLK"  # kernels for sm_100 that torch is built with
+    is_sm100 = _get_capability(device) == (10, 0)
+    return is_sm100 and any(name in torch.__config__.show() for name in libraries)
 
 
 @functools.cache

@@ -55,14 +55,14 @@ def _quantise_operand(
     `is_gradient` = x is dy, which "nvfp4" rounds stochastically. The values are packed on GPUs
     whose tensor cores read block scales, otherwise they are rounded numbers.
     """
-    pack = has_block_scaled_kernels(x.device)
+    pack = has_block_scaled_kernels(x.device, recipe.scaling)
     return quantise_microscaled(x, recipe, pack=pack, over_rows=over_rows, is_gradient=is_gradient)
 
 
 def _quantise_weight(weight_NK: Tensor, call: LinearCall, *, transposed: bool) -> Blocks:
     """Return the quantised weight, [1, N, K] for y, or [1, K, N] for dx if `transposed`."""
     values, scales, amax, recipe = *call[4:6], call.weight_amax, call.recipe
-    is_packed = has_block_scaled_kernels(weight_NK.device)
+    is_packed = has_block_scaled_kernels(weight_NK.device, recipe.scaling)
     if values is not None:
         blocks = Blocks(values[None], scales[None], PACKED_FORWARD, amax)
         if is_packed:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.experts import contract
+from moecore.kernels.experts import contract, quantised_products
 from moecore.kernels.experts.products import find_products_problem
 from moecore.kernels.meta import record_launches_on_meta
 from moecore.kernels.rows import microscaled
@@ -132,8 +132,8 @@ def test_blocks_lie_within_a_rank(recipe: Recipe, sizes: Any, message: str) -> N
     assert find_products_problem("triton", replace(spec, dim=64, hidden_dim=64)) is None
 
 
-def launched_products(recipe: Recipe) -> list[str]:
-    """Return the products that a forward and backward of experts in bf16 launch, run on meta."""
+def launched_kernels(recipe: Recipe) -> list[str]:
+    """Return the kernels that a forward and backward of experts in bf16 launch, run on meta."""
     leaves, ids = make("swiglu", S=40, D=128, F=96, dtype=torch.bfloat16)
     index = rows_of(ids, leaves["weights"].detach(), 5)
     on_meta = {n: t.detach().to("meta").requires_grad_() for n, t in leaves.items()}
@@ -143,7 +143,11 @@ def launched_products(recipe: Recipe) -> list[str]:
         y = apply(on_meta, index, options_of(recipe))
         y.backward(torch.empty_like(y))
     assert on_meta["w1"].grad is not None and on_meta["w1"].grad.dtype == torch.bfloat16
-    return [name for name in names if "gemm" in name or "wgrad" in name]
+    return names
+
+
+def launched_products(recipe: Recipe) -> list[str]:
+    return [name for name in launched_kernels(recipe) if "gemm" in name or "wgrad" in name]
 
 
 @both
@@ -154,16 +158,27 @@ def test_products_are_kernels_of_bf16(recipe: Recipe) -> None:
     assert len(products) == 4 + 2
 
 
+def test_the_activation_is_quantised_to_mxfp8_by_its_kernel() -> None:
+    """Once in forward, and once in backward for three operands; X, dY and weights have another."""
+    names = launched_kernels(RECIPES["mxfp8"])
+    assert not any(name.startswith("weighted_activation") for name in names)
+    assert names.count("microscaled_activation_kernel") == 2
+    # X, X and dY transposed, dY, and both weights in forward and in backward
+    assert names.count("quantise_microscaled_kernel") == 4 + 4
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 def test_kernels_change_no_bit(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both runs differ in their quantisers only; `test_microscaled.py` interprets these."""
+    """Only quantisers differ, and the order in which gradients of routing weights are summed."""
     leaves, ids = make("swiglu", S=700, D=256, F=128, device="cuda", dtype=torch.bfloat16)
     ids[ids == 2] = -1
     found = run(leaves, ids, options_of(recipe))
-    monkeypatch.setattr(microscaled, "has_cast_kernel", lambda _: False)
+    for module in (microscaled, quantised_products):
+        monkeypatch.setattr(module, "has_cast_kernel", lambda _: False)
     expected = run(leaves, ids, options_of(recipe))
-    assert all(torch.equal(found[n], expected[n]) for n in OUTPUTS)
+    assert all(torch.equal(found[n], expected[n]) for n in OUTPUTS if n != "weights")
+    torch.testing.assert_close(found["weights"], expected["weights"], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu

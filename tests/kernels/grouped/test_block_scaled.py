@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import BLOCK_SCALED_TRITON, HAS_TRITON, INTERPRET, triton
+from moecore.kernels.common import HAS_TRITON, INTERPRET, NVFP4_TRITON, triton
 from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled_wgrad
 from moecore.kernels.grouped.scaled_rows import pad_rows
 from moecore.kernels.rows import microscaled
@@ -31,7 +31,7 @@ SIZES = [(96, 160), (32, 64), (64, 512)]  # N and K
 def skip_old_triton(request: pytest.FixtureRequest) -> None:
     """Skip a test of NVFP4 on a GPU for which Triton cannot compile it."""
     is_nvfp4 = "mxfp8" not in request.node.name
-    if "gpu" in request.keywords and is_nvfp4 and VERSION < BLOCK_SCALED_TRITON:
+    if "gpu" in request.keywords and is_nvfp4 and VERSION < NVFP4_TRITON:
         pytest.skip("Triton is older than 3.9, which compiles NVFP4")
 
 

@@ -342,12 +342,12 @@ class ExpertSpec:
         problem = self.find_dtype_problem((torch.bfloat16,), "experts in FP8")
         if problem is not None:
             return problem
-        is_emulated = self.recipe is not None and self.recipe.is_emulated
-        has_block_kernels = is_emulated and has_block_scaled_kernels(self.device)
+        emulated = self.recipe if self.recipe is not None and self.recipe.is_emulated else None
+        has_block_kernels = emulated and has_block_scaled_kernels(self.device, emulated.scaling)
         if not (has_hopper_kernels(self.device) or has_block_kernels):
             return (
                 f"device of the experts ({self.device}) must be a Hopper GPU with Triton for "
-                "experts in FP8, or a Blackwell GPU with Triton 3.9 for 'mxfp8' and 'nvfp4': use "
-                "precision=None"
+                "experts in FP8, or a Blackwell GPU for 'mxfp8', or with Triton 3.9 for 'nvfp4': "
+                "use precision=None"
             )
         return None

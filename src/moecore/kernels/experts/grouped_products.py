@@ -28,7 +28,11 @@ from moecore.kernels.experts.contract import (
     Role,
 )
 from moecore.kernels.grouped.wgrad import scale_and_store_grad
-from moecore.kernels.rows.activation import ActivationOptions, weighted_activation_bwd
+from moecore.kernels.rows.activation import (
+    ActivationOptions,
+    weighted_activation,
+    weighted_activation_bwd,
+)
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import gather_rows_without_autograd, zero_rows_without_slot
 from moecore.kernels.rows.record import Rows
@@ -42,10 +46,14 @@ class Matmuls(Protocol):
     index_cache: Any = None  # as for `Products`
     wants: GradFlags | None = None  # the gradients that the running backward computes
 
-    def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
+    # return the weighted activation as `multiply` reads it, and its gradients likewise
+    activate: Any = staticmethod(weighted_activation)
+    activate_bwd: Any = staticmethod(weighted_activation_bwd)
+
+    def multiply(self, rows_RK: Any, operand: Operand) -> Tensor:
         """Return rows of an operand times its matrix per expert: x w1^T, a w2^T, dy w2 or dh w1."""
 
-    def compute_weight_grad(self, dy: Tensor, x: Tensor, role: Role, target: GradTarget) -> Tensor:
+    def compute_weight_grad(self, dy: Any, x: Any, role: Role, target: GradTarget) -> Tensor:
         """Return each expert's dy^T x, the gradient of w1 or w2 (`role`), written to `target`."""
 
     packs_rows: bool = False  # whether `pack_rows` changes the format
@@ -101,13 +109,14 @@ class GroupedProducts(Products):
     def pack_rows(self, rows: Rows) -> Rows:
         return self.matmuls.pack_rows(rows)
 
-    def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, Tensor]:
+    def fc1(self, rows: Rows, *, saves_h: bool) -> tuple[Rows | None, Any]:
         h = Rows(self._multiply(self._gather_by_expert(rows), "x"))
-        a = self.recompute_activation(h)
+        activate = self.matmuls.activate if self.low2.update is None else weighted_activation
+        a = activate(h.values, self.weights_R, self.row_map.num_rows, self.activation)
         return None if not saves_h else self.pack_rows(h) if self.packs_rows else h, a
 
-    def fc2(self, a_RF: Tensor) -> Tensor:
-        return self._multiply(a_RF, "a")
+    def fc2(self, a: Any) -> Tensor:
+        return self._multiply(a, "a")
 
     def recompute_h(self, rows: Rows) -> Rows:
         h = Rows(self._multiply(self._gather_by_expert(rows), "x"))
@@ -124,19 +133,21 @@ class GroupedProducts(Products):
             return replace_infinities(zero_rows_without_slot(dy, self.row_map.slots_SK))
         return dy
 
-    def activation_bwd(self, dy_RD: Tensor, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    def activation_bwd(self, dy_RD: Tensor, h: Rows) -> tuple[Any, Tensor, Any]:
         da_RF, num_rows = self._multiply(dy_RD, "dy"), self.row_map.num_rows
+        is_wide = self.low1.update or self.low2.update  # whose gradients read wide rows
+        activate_bwd = weighted_activation_bwd if is_wide else self.matmuls.activate_bwd
         h_RC = h.values if h.scales is None else h.widen()
-        return weighted_activation_bwd(h_RC, da_RF, self.weights_R, num_rows, self.activation)
+        return activate_bwd(h_RC, da_RF, self.weights_R, num_rows, self.activation)
 
-    def fc1_dgrad(self, dh_RC: Tensor) -> Tensor:
-        return self._multiply(dh_RC, "dh")
+    def fc1_dgrad(self, dh: Any) -> Tensor:
+        return self._multiply(dh, "dh")
 
-    def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
-        return self.matmuls.compute_weight_grad(dh_RC, self._gather_by_expert(rows), "w1", target)
+    def fc1_wgrad(self, rows: Rows, dh: Any, target: GradTarget) -> Tensor:
+        return self.matmuls.compute_weight_grad(dh, self._gather_by_expert(rows), "w1", target)
 
-    def fc2_wgrad(self, dy_RD: Tensor, a_RF: Tensor, target: GradTarget) -> Tensor:
-        return self.matmuls.compute_weight_grad(dy_RD, a_RF, "w2", target)
+    def fc2_wgrad(self, dy_RD: Tensor, a: Any, target: GradTarget) -> Tensor:
+        return self.matmuls.compute_weight_grad(dy_RD, a, "w2", target)
 
     def fc1_update_grad(self, rows: Rows, dh_RC: Tensor) -> LowRankUpdate:
         x = ProductSource(self._gather_by_expert(rows), None)
@@ -157,7 +168,7 @@ class GroupedProducts(Products):
             x_SD = replace_infinities(x_SD)
         return gather_rows_without_autograd(x_SD, *self.row_map)
 
-    def _multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
+    def _multiply(self, rows_RK: Any, operand: Operand) -> Tensor:
         """Return expert rows times their experts' w1 or w2 (as `operand` says), with LoRA."""
         out_RN = self.matmuls.multiply(rows_RK, operand)
         role, is_backward = MATRICES[operand]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +36,10 @@ from moecore.kernels.grouped.scaled_rows import (
     quantise_expert_rows,
 )
 from moecore.kernels.grouped.wgrad import grouped_wgrad, scale_and_store_grad
+from moecore.kernels.rows.cast import has_cast_kernel
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.microscaled import quantise_microscaled, quantise_microscaled_matrices
+from moecore.kernels.rows.microscaled_activation import ExpertOrder, microscaled_activation
 from moecore.kernels.rows.microscaled_rows import pack_microscaled_rows
 from moecore.kernels.rows.microscaling import transpose_matrices, unpack_matrices
 from moecore.kernels.rows.record import Rows
@@ -173,6 +175,14 @@ def _unpack_fp8(matrix: Blocks, is_transposed: bool) -> Blocks:
     return Blocks(values, scales.contiguous(), "row")
 
 
+class _QuantisedRows(NamedTuple):
+    """Expert rows in MXFP8, for sums over their columns and over rows."""
+
+    rows: Any  # `Blocks`, or None if no product sums over the columns
+    columns: Blocks | None
+    dtype: torch.dtype  # of products
+
+
 class EmulatedMatmuls(Matmuls):
     """`Matmuls` in MXFP8 or NVFP4; GPUs without tensor cores for the format emulate it in bf16."""
 
@@ -181,7 +191,7 @@ class EmulatedMatmuls(Matmuls):
         self.packs_rows = recipe.hidden_format == "microscaled"
         device, length = index.row_ids_R.device, index.row_ids_R.shape[0]
         self.has_low_rank_kernels = has_hopper_kernels(device)
-        self.is_packed = has_block_scaled_kernels(device)  # operands are bytes
+        self.is_packed = has_block_scaled_kernels(device, recipe.scaling)  # operands are bytes
         self._quantise_rows = partial(
             quantise_microscaled,
             recipe=recipe,
@@ -193,13 +203,37 @@ class EmulatedMatmuls(Matmuls):
         unpack = partial(_unpack_emulated, recipe, self.is_packed)
         self.matrices = QuantisedMatrices(weights, quantise, unpack)
 
-    def multiply(self, rows_RK: Tensor, operand: Operand) -> Tensor:
+    def activate(self, h_RC: Tensor, *inputs: Any) -> Any:
+        if not self._has_fused_kernel(h_RC):
+            return super().activate(h_RC, *inputs)
+        order = ExpertOrder(self.offsets_e.shape[0], self.is_packed)
+        operands: Any = (h_RC, None, *inputs, order)
+        return _QuantisedRows(microscaled_activation(*operands)[0][0], None, h_RC.dtype)
+
+    def activate_bwd(self, h_RC: Tensor, *inputs: Any) -> tuple[Any, Any, Any]:
+        if not self._has_fused_kernel(h_RC):
+            return super().activate_bwd(h_RC, *inputs)  # type: ignore[no-any-return]
+        rows_P, _ = self._rows_and_experts_P
+        order = ExpertOrder(self.offsets_e.shape[0], self.is_packed, rows_P)
+        operands: Any = (h_RC, *inputs, order)
+        (dh, dh_columns, a), dweights_R = microscaled_activation(*operands)
+        dtype = h_RC.dtype
+        return _QuantisedRows(dh, dh_columns, dtype), dweights_R, _QuantisedRows(None, a, dtype)
+
+    def _has_fused_kernel(self, h_RC: Tensor) -> bool:
+        """Return whether one kernel activates and quantises: for "nvfp4" two kernels are faster."""
+        return self.recipe.scaling == "mxfp8" and has_cast_kernel(h_RC)
+
+    def multiply(self, rows: Any, operand: Operand) -> Tensor:
         role, is_backward = MATRICES[operand]
         b = self.matrices.get_operand(role, is_backward)
-        if not rows_RK.shape[0]:
-            return rows_RK.new_empty(0, b.values.shape[1])
-        expert_R, dtype = self.padded_rows.expert_R, rows_RK.dtype
-        a = self._quantise_rows(rows_RK, expert_M=expert_R, is_gradient=is_backward)
+        expert_R, dtype = self.padded_rows.expert_R, rows.dtype
+        if isinstance(rows, _QuantisedRows):
+            a: Blocks = rows.rows
+        elif not rows.shape[0]:
+            return rows.new_empty(0, b.values.shape[1])  # type: ignore[no-any-return]
+        else:
+            a = self._quantise_rows(rows, expert_M=expert_R, is_gradient=is_backward)
         if self.is_packed:
             return block_scaled_gemm(a, b, self.offsets_e, self.recipe, dtype)
         b_eKN = b.values.transpose(1, 2)
@@ -210,11 +244,9 @@ class EmulatedMatmuls(Matmuls):
         scales = a.scales[:-1] * b.scales
         return (out_RN * scales[expert_R.clamp(max=scales.shape[0] - 1), None]).to(dtype)
 
-    def compute_weight_grad(
-        self, dy_RN: Tensor, x_RK: Tensor, role: Role, target: GradTarget
-    ) -> Tensor:
-        dy = self._quantise_transposed(dy_RN, is_gradient=True)
-        x = self._quantise_transposed(x_RK, is_gradient=False)
+    def compute_weight_grad(self, dy: Any, x: Any, role: Role, target: GradTarget) -> Tensor:
+        dy = self._quantise_transposed(dy, is_gradient=True)
+        x = self._quantise_transposed(x, is_gradient=False)
         offsets_e = self.padded_rows.offsets_e
         target = target._replace(dtype=target.dtype or self.matrices.dtypes[role])
         if self.is_packed:
@@ -244,8 +276,10 @@ class EmulatedMatmuls(Matmuls):
         expert_P = torch.searchsorted(self.padded_rows.offsets_e, row_P.int(), right=True)
         return source_P[:-1], expert_P
 
-    def _quantise_transposed(self, rows: Tensor, *, is_gradient: bool) -> Blocks:
+    def _quantise_transposed(self, rows: Any, *, is_gradient: bool) -> Any:
         """Quantise expert rows, padded per expert, to an operand of a weight gradient."""
+        if isinstance(rows, _QuantisedRows):
+            return rows.columns
         source_P, expert_P = self._rows_and_experts_P
         return self._quantise_rows(
             rows, over_rows=True, is_gradient=is_gradient, source_rows_M=source_P, expert_M=expert_P
@@ -256,7 +290,7 @@ def quantise_matrices_emulated(
     w_eNK: Tensor, recipe: Recipe, *, rowwise: bool = True, columnwise: bool = True
 ) -> OperandPair:
     """Return MXFP8 or NVFP4 operands: packed if the GPU supports the format, or dequantised."""
-    is_packed = has_block_scaled_kernels(w_eNK.device)
+    is_packed = has_block_scaled_kernels(w_eNK.device, recipe.scaling)
     return quantise_microscaled_matrices(
         w_eNK, recipe, rowwise=rowwise, columnwise=columnwise, pack=is_packed
     )

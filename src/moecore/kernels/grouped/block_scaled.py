@@ -7,7 +7,8 @@
 with E8M0 per 32, or two codes of E2M1 in a byte with E4M3 per 16. For E2M1 scale[i] is the product
 of the fp32 scales of both tensors, otherwise 1. `tl.dot_scaled` is one instruction on Blackwell,
 tcgen05.mma or mma.sync with block_scale. Older GPUs multiply widened operands in bf16. Sums are
-fp32. No Blackwell GPU has run these kernels: tests compile and interpret them, and run them on
+fp32. On compute capability 10.0 torch multiplies MXFP8 (`torch_mxfp8.py`), whose output is bf16.
+No Blackwell GPU has run these kernels: tests compile and interpret them, and run them on
 older GPUs, where `experts/quantised_products.py` computes the same numbers.
 
 Letters: R expert rows (length), e experts, M and N rows of an output, K the summed dim, P elements
@@ -24,7 +25,16 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import count_sms, launch, next_power_of_2, tl, triton
+from moecore.kernels.common import (
+    count_sms,
+    has_torch_mxfp8,
+    launch,
+    next_power_of_2,
+    tl,
+    triton,
+)
+from moecore.kernels.grouped.torch_mxfp8 import mxfp8_gemm, mxfp8_wgrad
+from moecore.kernels.grouped.wgrad import scale_and_store_grad
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.microscaled_kernel import compute_nvfp4_tensor_scale
 from moecore.kernels.rows.row_tiles import count_row_tiles, locate_tile
@@ -193,6 +203,8 @@ def block_scaled_gemm(
     out_RN = a.values.new_empty(R, N, dtype=dtype)
     if not R:
         return out_RN
+    if recipe.scaling == "mxfp8" and has_torch_mxfp8(a.values.device):
+        return mxfp8_gemm(a, b, offsets_e).to(dtype)
     const = _make_constants(a, recipe)
     launch(
         block_scaled_grouped_gemm_kernel,
@@ -224,6 +236,9 @@ def block_scaled_wgrad(
     expert's rows padded with zeros to full blocks. offsets_e is the running sum of padded counts,
     at most W. Options are as in `grouped_wgrad`, but `dtype` None = fp32.
     """
+    if recipe.scaling == "mxfp8" and has_torch_mxfp8(x.values.device):
+        grad_eMN = mxfp8_wgrad(x, y, offsets_e)
+        return scale_and_store_grad(grad_eMN, out, accumulate, dtype or torch.float32, scale)
     (M, bytes_W), N, e = x.values.shape, y.values.shape[0], offsets_e.shape[0]
     out = x.scales.new_empty(e, M, N, dtype=dtype or torch.float32) if out is None else out
     const = _make_constants(x, recipe)

@@ -80,14 +80,16 @@ class PaddedRows(NamedTuple):
     num_rows: int  # P
 
 
-def pad_rows(offsets_e: Tensor, num_rows: int, row_multiple: int = ALIGNED) -> PaddedRows:
+def pad_rows(
+    offsets_e: Tensor, num_rows: int, row_multiple: int = ALIGNED, *, min_rows: int = 1
+) -> PaddedRows:
     """Return the position of each expert row if rows per expert are padded to `row_multiple`."""
-    # Each expert has at least `multiple` rows, because torch's product does not write the output of
-    # an expert without rows. Example, 22 rows, experts of 3 and 17: offsets 16, 48, position_R 0 to
-    # 2, 16 to 32, 64, 64.
+    # If `min_rows` is 1, each expert has at least `row_multiple` rows, because torch's product does
+    # not write the output of an expert without rows. Example, 22 rows, experts of 3 and 17: offsets
+    # 16, 48, position_R 0 to 2, 16 to 32, 64, 64.
     e = offsets_e.shape[0]
     counts_e = offsets_e.diff(prepend=offsets_e.new_zeros(1))
-    padded_e = (counts_e.clamp(min=1) + row_multiple - 1) // row_multiple * row_multiple
+    padded_e = (counts_e.clamp(min=min_rows) + row_multiple - 1) // row_multiple * row_multiple
     ends_e = padded_e.cumsum(0, dtype=torch.int32)
     row_R = torch.arange(num_rows, device=offsets_e.device)
     expert_R = torch.searchsorted(offsets_e, row_R.int(), right=True)
