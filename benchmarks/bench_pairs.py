@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.bench_pairs --results
     python -m benchmarks.bench_pairs --link-gbps 25 --results    one GPU, delayed copies
+    python -m benchmarks.bench_pairs --link-gbps 25 --graph --results
 
 All variants run the same micro-batches of one model in the same order, each forward before the
 backward of the micro-batch before it. There is no optimizer. A step's time is the slowest rank's
@@ -17,7 +18,8 @@ tokens between ranks, and `beside` is the share of their time in which a computi
 on this rank.
 
 On one GPU an exchange is a copy of the same bytes on a separate stream, and a kernel that waits as
-long as a link of that bandwidth would take.
+long as a link of that bandwidth would take. With `--graph` attention and routers are CUDA graphs,
+so that the host launches less.
 """
 
 from __future__ import annotations
@@ -41,7 +43,14 @@ from torch import Tensor, nn
 from benchmarks.harness import synchronize
 from benchmarks.records import RESULTS, append_rows, results_path
 from benchmarks.trace import COMMUNICATION, break_down, measure_covered, trace_kernels
-from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore import (
+    DenseOptions,
+    FSDPOptions,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
 from moecore.models import Decoder, preset
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.placement import ExpertPlacement
@@ -238,6 +247,7 @@ def measure(
             "provider": name,
             "ep": args.ep,
             "link_gbps": args.link_gbps,
+            "graph": args.graph,
             "micro_batches": args.micro_batches,
             "batch_size": tokens[0].shape[0],
             "seq_len": args.seq_len,
@@ -307,7 +317,8 @@ def _make_model(
     meshes = build_meshes(ParallelConfig(ep=args.ep), device.type)
     options = FSDPOptions(param_dtype=torch.bfloat16, dense_strategy="optim")
     dispatcher = "nvlink" if "nvlink" in args.dispatchers else args.dispatchers[0]
-    parallelize_moe(model, meshes, dispatch=dispatcher, fsdp=options)
+    dense = DenseOptions(graph=args.graph)
+    parallelize_moe(model, meshes, dispatch=dispatcher, fsdp=options, dense=dense)
     model.to_empty(device=device)
     model.init_weights()
     if args.link_gbps is not None:
@@ -356,6 +367,7 @@ def _parse_arguments() -> argparse.Namespace:
     on_gpus = ["alltoall", "nvlink"] if torch.cuda.is_available() else ["alltoall"]
     add("--dispatchers", nargs="+", default=on_gpus, choices=["alltoall", "nvlink"])
     add("--link-gbps", type=float, help="one GPU: exchanges take as long as over such a link")
+    add("--graph", action="store_true", help="attention and routers are CUDA graphs")
     add("--seq-len", type=int, default=4096)
     add("--batch-sizes", type=int, nargs="+", default=[1, 2], help="rows per rank")
     add("--micro-batches", type=int, default=8)
