@@ -3,9 +3,9 @@
 Letters: R expert rows (length), e experts, K the summed dim, N columns.
 
     loading warp      fills a ring of stages with blocks of a and b by TMA, and with the scales of a
-                      by asynchronous copies                                       (_load_step)
+                      by asynchronous copies                                       (_load_row_step)
     warp group 0, 1   multiply all rows by the left and the right half of a tile's columns,
-                      64 rows at a time, and store them                            (_multiply_tiles)
+                      64 rows at a time, and store them                            (_multiply_row_tiles)
 
 FP8 tensor cores sum the 128 of a stage with fewer bits than fp32 has. Each such sum is multiplied
 by both scales and added in fp32, while the other group multiplies. The sum of 64 rows and the total
@@ -49,7 +49,7 @@ class LoadedScales(NamedTuple):
 
 
 @gluon.jit
-def _load_step(operands, location, k, ring, stage_idx, barrier, CONST: gl.constexpr):
+def _load_row_step(operands, location, k, ring, stage_idx, barrier, CONST: gl.constexpr):
     """Start loads of a and b from column k on, and of a's scales; `barrier` signals arrival."""
     a_desc, b_desc, scales, N = operands
     expert, row, end, n = location
@@ -78,7 +78,7 @@ def _store_rows(out_ptr, out_desc, out_smem, x, first_row, row_end, first_column
 
 
 @gluon.jit
-def _multiply_tiles(GROUP: gl.constexpr, scales, out, ring, tiles, K, N, CONST: gl.constexpr):
+def _multiply_row_tiles(GROUP: gl.constexpr, scales, out, ring, tiles, K, N, CONST: gl.constexpr):
     """Warp group GROUP (0 or 1): compute and store its half of the columns of every tile."""
     N = N // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and stores 16 bytes
     HALF_M: gl.constexpr = CONST.BLOCK_M // 2
@@ -165,9 +165,9 @@ def sm90_fp8_grouped_nt_kernel(
     operands = (a_desc, b_desc, scales, N)
     gl.warp_specialize(
         [
-            (_multiply_tiles, (0, scales, out, ring, tiles, K, N, CONST)),
-            (_multiply_tiles, (1, scales, out, ring, tiles, K, N, CONST)),
-            (load_row_tiles, (gl.constexpr(_load_step), operands, ring, tiles, K, CONST)),
+            (_multiply_row_tiles, (0, scales, out, ring, tiles, K, N, CONST)),
+            (_multiply_row_tiles, (1, scales, out, ring, tiles, K, N, CONST)),
+            (load_row_tiles, (gl.constexpr(_load_row_step), operands, ring, tiles, K, CONST)),
         ],
         [4, 1],
         [CONST.CONSUMER_REGISTERS, CONST.PRODUCER_REGISTERS],

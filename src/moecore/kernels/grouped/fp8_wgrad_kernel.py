@@ -2,9 +2,9 @@
 
 Letters: e experts, t row tiles, M columns of x, N columns of y.
 
-    loading warp      fills a ring of stages with tiles of x and y by TMA          (_load_step)
+    loading warp      fills a ring of stages with tiles of x and y by TMA          (_load_weight_step)
     warp group 0, 1   multiply all rows by the left and the right half of a tile's columns,
-                      64 rows at a time, and store or add them                     (_multiply_tiles)
+                      64 rows at a time, and store or add them                     (_multiply_weight_tiles)
 
 A stage is one row tile: 128 rows of an expert are the summed dim. Its sum is promoted as in
 `fp8_kernel.py`.
@@ -26,7 +26,7 @@ from moecore.kernels.grouped.skeleton import (
 
 
 @gluon.jit
-def _load_step(
+def _load_weight_step(
     operands, row_tile, column_tile, tile, ring, stage_idx, barrier, CONST: gl.constexpr
 ):
     """Start TMA loads of row tile `tile` of x and y, of the columns of one tile of the gradient."""
@@ -45,7 +45,7 @@ def _store_block(out_ptr, out_desc, out_smem, x, expert, first_row, first_column
 
 
 @gluon.jit
-def _multiply_tiles(
+def _multiply_weight_tiles(
     GROUP: gl.constexpr, scales, out, ends_ptr, ring, tiles, M, N, scale, CONST: gl.constexpr
 ):
     """Warp group GROUP (0 or 1): compute and store (or add) half of the columns of every tile."""
@@ -133,12 +133,12 @@ def sm90_fp8_grouped_wgrad_kernel(
     tiles = WeightTiling(num_m, num_n, num_m * num_n * num_experts)
     out = (out_ptr, out_desc, out_smem)
     scales = (x_scales_ptr, y_scales_ptr)
-    load: gl.constexpr = _load_step
+    load: gl.constexpr = _load_weight_step
     operands = (x_desc, y_desc, M, N)
     gl.warp_specialize(
         [
-            (_multiply_tiles, (0, scales, out, ends_ptr, ring, tiles, M, N, scale, CONST)),
-            (_multiply_tiles, (1, scales, out, ends_ptr, ring, tiles, M, N, scale, CONST)),
+            (_multiply_weight_tiles, (0, scales, out, ends_ptr, ring, tiles, M, N, scale, CONST)),
+            (_multiply_weight_tiles, (1, scales, out, ends_ptr, ring, tiles, M, N, scale, CONST)),
             (load_weight_tiles, (load, operands, ends_ptr, ring, tiles, 1, CONST)),
         ],
         [4, 1],
