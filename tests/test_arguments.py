@@ -137,7 +137,7 @@ METHODS: tuple[tuple[Any, str], ...] = (
         (TABLE, n)
         for n in ("of", "read", "with_gpu", "write", "extend", "seconds", "find_limiting_rate")
     ),
-    *((REPLAY, n) for n in ("choices", "replay", "select", "to_engine", "from_engine")),
+    *((REPLAY, n) for n in ("choices", "replay", "select", "from_engine")),
 )
 
 
@@ -181,7 +181,7 @@ VALID: dict[str, Any] = {
     **dict(group=Group(), device="cpu", handle=BucketHandle((), print, ())),
     "stream": object.__new__(WeightStream),
     "bucket": WeightBucket.empty([], torch.device("cpu")),
-    **dict(forward_backward=print, choices={}, tensors={}, params=[], forward=None, max_norm=1.0),
+    **dict(forward_backward=print, choices={}, params=[], forward=None, max_norm=1.0),
     **dict(hidden_ND=TOKENS, weight_VD=TOKENS, labels_N=TOKENS, tokens_BT=TOKENS, seq_len=1),
     **dict(labels_BT=TOKENS, adapter_ids_B=TOKENS, num_labels_N=TOKENS),
     **dict(rewards_n=TOKENS[0].float(), groups_n=[0] * 4, estimator="k1"),

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
+from moecore.base.rank_checks import gather_objects
 from moecore.integrations.transformers import MoETrainer
-from moecore.io.checkpoint.ranks import gather_objects
 from tests.integrations.trainer_runs import COMMON, furthest, logged, make_model, sharded, whole
 
 

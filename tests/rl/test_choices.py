@@ -1,6 +1,5 @@
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from moecore import MoEConfig
 from moecore.moe.routed_experts import RoutedExperts
-from moecore.rl import RouterReplay, choices_from_tensors, choices_to_tensors
+from moecore.rl import RouterReplay
 from tests.moe.moe_cases import make_layer
 from tests.rl import replay_cases
 
@@ -230,22 +229,6 @@ CALLS: dict[str, tuple[Callable[[RouterReplay], Any], str]] = {
         lambda replay: replay.from_engine(random_ids(2, 3, 2) + 6),
         r"indices\[..., 0, :\] of layer 'first', row\[0, 0\] \(\d+\) must lie in \[0, num_experts",
     ),
-    "uneven forwards": (
-        lambda replay: replay.to_engine({"first": [GOOD], "second": []}),
-        r"choices \(forwards per layer: .*\) must have one number of forwards",
-    ),
-    "batch size": (
-        lambda replay: replay.to_engine({"first": [GOOD], "second": [GOOD]}, batch_size=2),
-        r"choices of forward 0 .* a multiple of batch_size \(2\) tokens",
-    ),
-    "file name": (
-        lambda replay: choices_from_tensors({"first": GOOD}),
-        r"tensors\['first'\] must be named <layer>/<forward>",
-    ),
-    "file gap": (
-        lambda replay: choices_from_tensors({"first/0": GOOD, "first/2": GOOD}),
-        r"tensors of layer 'first' \(2 forwards\) must have forward 1",
-    ),
 }
 
 
@@ -264,25 +247,6 @@ def test_options_that_do_not_exist(replay: RouterReplay) -> None:
         replay.select(-1)
 
 
-def test_save_and_load(tmp_path: Path, replay: RouterReplay) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    with replay.record(), torch.no_grad():
-        replay.model(torch.randn(3, 16))
-        replay.model(torch.randn(5, 16), both=False)
-    choices = replay.choices("cpu")
-    whole = choices["first"][0]
-    choices["first"].append(whole.repeat(1, 2)[:, 1:3])  # not contiguous, shares memory
-    tensors = choices_to_tensors(choices)
-    assert sorted(tensors) == ["first/0", "first/1", "first/2", "second/0"]
-    safetensors.save_file(tensors, tmp_path / "choices.safetensors")
-    loaded = safetensors.load_file(tmp_path / "choices.safetensors")
-    assert replay_cases.same_choices(choices_from_tensors(loaded), choices)
-    choices = {"never ran": [], "b": [GOOD] * 11}
-    tensors = choices_to_tensors(choices)
-    assert sorted(tensors)[:2] == ["b/0", "b/1"] and "never ran/none" in tensors
-    assert replay_cases.same_choices(choices_from_tensors(tensors), choices)
-
-
 def test_recordings_are_copies(replay: RouterReplay) -> None:
     """What is replayed is what was given, whatever happens to the tensors afterwards."""
     x = torch.randn(3, 16)
@@ -295,14 +259,12 @@ def test_recordings_are_copies(replay: RouterReplay) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int64])
-def test_engine_layout_and_back(dtype: Any, replay: RouterReplay) -> None:
+def test_engine_layout(dtype: Any, replay: RouterReplay) -> None:
     indices_BSLK = random_ids(2, 5, 2).numpy().astype(dtype)
     choices = replay.from_engine(indices_BSLK)
     for i, name in enumerate(["first", "second"]):
         assert choices[name][0].dtype == torch.int32
         assert choices[name][0].tolist() == indices_BSLK[:, :, i].reshape(10, 2).tolist()
-    (back_BSLK,) = replay.to_engine(choices, batch_size=2)
-    assert back_BSLK.dtype == torch.int32 and np.array_equal(back_BSLK.numpy(), indices_BSLK)
 
 
 def test_engine_with_dense_layers_another_order_and_several_forwards(replay: RouterReplay) -> None:
@@ -313,8 +275,6 @@ def test_engine_with_dense_layers_another_order_and_several_forwards(replay: Rou
     for forward, indices_BSLK in enumerate(every):
         assert torch.equal(choices["first"][forward], indices_BSLK[:, :, 2].flatten(0, 1).int())
         assert torch.equal(choices["second"][forward], indices_BSLK[:, :, 0].flatten(0, 1).int())
-    back = replay.to_engine({name: ids[:1] for name, ids in choices.items()}, batch_size=2)
-    assert len(back) == 1 and torch.equal(back[0], every[0][:, :, [2, 0]].int())
 
 
 def test_tokens_that_the_engine_did_not_run() -> None:

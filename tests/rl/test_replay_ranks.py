@@ -87,11 +87,10 @@ def run_case(name: str, meshes: Meshes) -> dict[str, float | bool]:
     first = dist.get_rank() == 0
     every, total = one_process(name, meshes.data_ranks) if first else (None, {})
     whole = sent(every)[meshes.data_rank]
-    as_engine = RouterReplay(replay_cases.make_model(replay_cases.CONFIGS[name])).to_engine(
-        whole, batch_size=2
-    )
-    gathered = replay.to_engine(choices, batch_size=2)
-    result["to engine"] = all(torch.equal(a, b) for a, b in zip(gathered, as_engine, strict=True))
+    as_engine = [  # [batch 2, sequence, layers, K] per forward
+        torch.stack([ids_TK.unflatten(0, (2, -1)) for ids_TK in layers], dim=2)
+        for layers in zip(*whole.values(), strict=True)
+    ]
     result["from engine"] = replay_cases.same_choices(replay.from_engine(as_engine), choices)
     changed_router(model)
     with torch.no_grad(), replay.record():
@@ -139,7 +138,7 @@ results = ranks_fixture(4, worker, "name", "folding")
 def test_replay_on_ranks(name: str, folding: str, results: dict[str, list[Any]]) -> None:
     ranks = results[f"{name}/{folding}"]
     for rank, result in enumerate(ranks):
-        for check in ("same bits", "to engine", "from engine"):
+        for check in ("same bits", "from engine"):
             assert result[check], f"{check}, rank {rank}"
         assert result["error"] <= 1e-5, f"rank {rank}"
     assert any(result["live choice differs"] for result in ranks)

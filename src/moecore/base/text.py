@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -62,6 +62,14 @@ def format_columns(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded_lines = ([cell.ljust(n) for cell, n in zip(line, widths, strict=True)] for line in rows)
     return ["  ".join(line).rstrip() for line in padded_lines]
+
+
+def format_ranges(numbers: Sequence[int], joiner: str) -> str:
+    """Return ascending numbers as text, such as "0, 2-5" if `joiner` is "-"."""
+    starts = [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n - 1]
+    ends = [n for i, n in enumerate(numbers) if i + 1 == len(numbers) or numbers[i + 1] != n + 1]
+    pairs = zip(starts, ends, strict=True)
+    return ", ".join(str(a) if a == b else f"{a}{joiner}{b}" for a, b in pairs)
 
 
 def format_count(number: float) -> str:

@@ -33,7 +33,7 @@ from moecore.base import __version__
 from moecore.base.fabric import read_nvlink_domain_id
 from moecore.base.fields import quote
 from moecore.base.rank_checks import gather_objects, get_host_id
-from moecore.base.text import escape_unprintable
+from moecore.base.text import escape_unprintable, format_ranges
 from moecore.moe.dispatch.peer_memory import find_peer_store_problem
 from moecore.parallel.mesh import read_launcher_number, start_process_group
 
@@ -212,10 +212,7 @@ def _group_ranks(rank_values: Sequence[T]) -> dict[T, list[int]]:
 
 def _format_ranks(ranks: Sequence[int]) -> str:
     """Format sorted rank numbers as text, such as "ranks 0-3, 6"."""
-    starts = [r for i, r in enumerate(ranks) if i == 0 or ranks[i - 1] != r - 1]
-    ends = [r for i, r in enumerate(ranks) if i + 1 == len(ranks) or ranks[i + 1] != r + 1]
-    parts = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranges(ranks, '-')}"
 
 
 def _list_present_values(facts: Sequence[RankFacts], field: str) -> list[Any]:

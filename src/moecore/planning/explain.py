@@ -22,6 +22,7 @@ from moecore.base.text import (
     format_bytes,
     format_columns,
     format_count,
+    format_ranges,
     merge_table_rows,
 )
 from moecore.kernels.experts.products import choose_products
@@ -33,7 +34,7 @@ from moecore.parallel.fsdp.size import compute_rank_bytes
 from moecore.parallel.fsdp.units import find_blocks, make_kind_lookup
 from moecore.parallel.mesh import DENSE_DIMS, EXPERT_DIMS, ParallelConfig
 from moecore.parallel.model.parallel_state import get_parallel_state
-from moecore.parallel.model.plan import get_dtype_name
+from moecore.parallel.model.plan import get_dtype_name, make_layer_plan
 from moecore.parallel.model.request import Request
 from moecore.precision.apply import list_quantised_linears
 from moecore.train.graphs.regions import find_compiled_modules
@@ -115,12 +116,16 @@ def make_current_plan(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
     # rank of a larger world does not have.
     names = {module: name for name, module in modules.items()}
     linears = ((names[m], products.recipe) for m, products in list_quantised_linears(model))
+    layer_plans = (
+        make_layer_plan(name, layer, {"experts": layer.get_part("experts").recipe})
+        for name, layer in layers.items()
+    )
     dispatchers = {type(layer.dispatcher).__name__: None for layer in layers.values()}
     plan = ShardPlan(
         model=type(model).__name__,
         device_type="",
         parallel=ParallelConfig(),
-        layers=tuple(_make_layer_plan(name, layer) for name, layer in layers.items()),
+        layers=tuple(layer_plans),
         linears=tuple(linears),
         params=params,
         units=(),
@@ -139,21 +144,6 @@ def _list_placements(param: nn.Parameter, coordinate: dict[str, int]) -> Iterato
         for i, (axis, placement) in enumerate(zip(axes, param.placements, strict=True)):
             coordinate[axis] = mesh.get_local_rank(i)
             yield AxisPlacement(axis=axis, size=mesh.size(i), dim=getattr(placement, "dim", None))
-
-
-def _make_layer_plan(name: str, layer: RoutedLayer) -> LayerPlan:
-    """Return the plan of an MoE layer that is not parallelized; `name` is its module name."""
-    config = layer.config
-    return LayerPlan(
-        name=name,
-        experts=f"{name}.{layer.get_part_name('experts')}".strip("."),
-        num_experts=config.num_experts,
-        zero_experts=config.zero_experts,
-        top_k=config.top_k,
-        num_local=config.num_experts,
-        hidden_dim=config.hidden_dim,
-        recipes=(("experts", layer.get_part("experts").recipe),),
-    )
 
 
 def _describe_plan(
@@ -377,20 +367,9 @@ def describe_block_saved_bytes(model: nn.Module, batch: Batch) -> list[str]:
     table = [("layers", *(name.replace("_", " ") for name in names))]
     for row, layers in rows.items():
         cells = {name: format_bytes(n / tokens_BT.numel()) for name, n in row}
-        table.append((_format_ranges(layers), *(cells.get(name, "-") for name in names)))
+        table.append((format_ranges(layers, " to "), *(cells.get(name, "-") for name in names)))
     total = f"all layers: {format_bytes(sum(count.num_bytes for count in counts))}"
     if host := sum(sum(count.host.values()) for count in counts):
         total += f", {format_bytes(host)} in host memory"
     title = f"saved for backward per token, of {batch[0]} x {batch[1]} tokens"
     return [title, *format_columns(table), total]
-
-
-def _format_ranges(indices: list[int]) -> str:
-    """Return ascending `indices` as text, such as "0, 2 to 5"."""
-    ranges: list[list[int]] = []
-    for n in indices:
-        if ranges and n == ranges[-1][-1] + 1:
-            ranges[-1][1:] = [n]
-        else:
-            ranges.append([n])
-    return ", ".join(" to ".join(map(str, ends)) for ends in ranges)

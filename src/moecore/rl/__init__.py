@@ -1,6 +1,5 @@
 """Reinforcement learning of an MoE model: log-probabilities, objectives, and replay of routing."""
 
-from moecore.rl.choices import choices_from_tensors, choices_to_tensors
 from moecore.rl.engine import Engine
 from moecore.rl.objectives import DPO, GRPO, GSPO, KTO, PPO, OwnObjective
 from moecore.rl.replay import RouterReplay
@@ -8,6 +7,5 @@ from moecore.rl.rollouts import Rollouts, group_advantages
 
 __all__ = [
     "DPO", "GRPO", "GSPO", "KTO", "PPO", "Engine",
-    "OwnObjective", "Rollouts", "RouterReplay", "choices_from_tensors",
-    "choices_to_tensors", "group_advantages",
+    "OwnObjective", "Rollouts", "RouterReplay", "group_advantages",
 ]  # fmt: skip

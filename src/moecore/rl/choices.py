@@ -1,4 +1,4 @@
-"""Recordings of expert choices: checks, flat tensors for files, and an inference engine's format.
+"""Recordings of expert choices: checks, and an inference engine's format.
 
 Legend: B sequences, S tokens of a sequence, T tokens of this rank, L layers, K experts per token, E
 experts.
@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.base.fields import check_arguments, quote
+from moecore.base.fields import quote
 from moecore.base.options.layer import MoEConfig
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.layer import MoELayer
 from moecore.moe.micro_batch import MicroBatch
 
 Choices = dict[str, list[Tensor]]
-EMPTY = "none"  # ends the name of a layer that never ran
 
 
 def check_choices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer]) -> None:
@@ -107,46 +106,6 @@ def check_entry_weights(tensor_name: str, weights_TK: Tensor, ids_TK: Tensor) ->
         )
 
 
-def choices_to_tensors(choices: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-    """Return recorded expert ids as a flat dict for `safetensors.torch.save_file`.
-
-    Keys are "<layer>/<forward>", for example "model.layers.3.mlp/0". A layer that never ran has the
-    key "<layer>/none" and an empty tensor. Tensors are contiguous copies.
-    """
-    check_arguments(choices_to_tensors, locals())
-    tensors: dict[str, Tensor] = {}
-    for name, records in choices.items():
-        for forward, ids_TK in enumerate(records):
-            tensors[f"{name}/{forward}"] = ids_TK.clone(memory_format=torch.contiguous_format)
-        if not records:
-            tensors[f"{name}/{EMPTY}"] = torch.empty(0, dtype=torch.int32, device="cpu")
-    return tensors
-
-
-def choices_from_tensors(tensors: Mapping[str, Tensor]) -> Choices:
-    """Return {layer name: expert ids per forward} from the dict of `choices_to_tensors`.
-
-    ValueError for a key of another form, or a layer whose forwards are not 0, 1, 2, ...
-    """
-    check_arguments(choices_from_tensors, locals())
-    layer_records: dict[str, dict[int, Tensor]] = {}
-    for key, ids_TK in tensors.items():
-        name, slash, forward = key.rpartition("/")
-        if not slash or not (forward == EMPTY or (forward.isascii() and forward.isdecimal())):
-            raise ValueError(f"tensors[{key!r}] must be named <layer>/<forward>: save it anew")
-        records = layer_records.setdefault(name, {})
-        if forward != EMPTY:
-            records[int(forward)] = ids_TK
-    for name, records in layer_records.items():
-        missing = set(range(len(records))) - records.keys()
-        if missing:
-            raise ValueError(
-                f"tensors of layer {name!r} ({len(records)} forwards) must have forward "
-                f"{min(missing)}: load the whole recording"
-            )
-    return {name: [r[i] for i in range(len(r))] for name, r in layer_records.items()}
-
-
 def convert_from_engine_indices(
     indices_BSLK: Any, layers: Mapping[str, MoELayer], engine_layers: Sequence[str | None]
 ) -> dict[str, Tensor]:
@@ -192,37 +151,6 @@ def convert_from_engine_indices(
         ids_TK = micro_batch.slice_local_rows(ids_NK)
         local_choices[name] = ids_TK.to(torch.int32, copy=True).contiguous()
     return {name: local_choices[name] for name in layers}
-
-
-def convert_to_engine_indices(
-    choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer], batch_size: int
-) -> list[Tensor]:
-    """Convert each recorded forward's expert ids to an inference engine's layout [B, S, L, K].
-
-    int32: B sequences, S tokens, L layers, K experts per token. Collective over tp and cp.
-    """
-    check_choices(choices, layers)
-    forwards = {name: len(choices[name]) for name in layers}
-    if len(set(forwards.values())) > 1:
-        raise ValueError(
-            f"choices (forwards per layer: {forwards}) must have one number of forwards: "
-            "choose layers that always run with RouterReplay(model, layers=...)"
-        )
-    result = []
-    for i in range(min(forwards.values())):
-        shapes = {name: tuple(choices[name][i].shape) for name in layers}
-        if len(set(shapes.values())) > 1 or next(iter(shapes.values()))[0] % batch_size:
-            raise ValueError(
-                f"choices of forward {i} ({shapes}) must have one shape with a multiple of "
-                f"batch_size ({batch_size}) tokens: say how many sequences a forward had"
-            )
-        layer_ids = []
-        for name, layer in layers.items():
-            micro_batch = _make_micro_batch(layer.tracker.groups, batch_size)
-            ids_NK = micro_batch.all_gather_rows(choices[name][i].to(torch.int32))
-            layer_ids.append(ids_NK.unflatten(0, (batch_size, ids_NK.shape[0] // batch_size)))
-        result.append(torch.stack(layer_ids, dim=2))
-    return result
 
 
 def _make_micro_batch(groups: BalanceGroups, num_sequences: int) -> MicroBatch:

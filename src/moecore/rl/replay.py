@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.failures import share_errors
-from moecore.base.fields import Count, CountOrZero, check_arguments
+from moecore.base.fields import CountOrZero, check_arguments
 from moecore.base.params import clean_name
 from moecore.moe.layer import MoELayer
 from moecore.moe.routed_experts import RoutedExperts
@@ -30,7 +30,6 @@ from moecore.rl.choices import (
     check_choices,
     check_weights,
     convert_from_engine_indices,
-    convert_to_engine_indices,
 )
 from moecore.rl.tapes import ChoiceRecorder, TapeReplay, check_no_active_tapes, remove_tapes
 
@@ -236,21 +235,3 @@ class RouterReplay:
         forwards = indices if isinstance(indices, list | tuple) else [indices]
         choices = [convert_from_engine_indices(ids, self.layers, names) for ids in forwards]
         return {name: [by_layer[name] for by_layer in choices] for name in self.layers}
-
-    def to_engine(
-        self, choices: Mapping[str, Sequence[Tensor]], *, batch_size: Count = 1
-    ) -> list[Tensor]:
-        """Return int32 [batch, sequence, layers, K] per forward: the reverse of `from_engine`.
-
-        Collective over tp; every tp rank receives the full sequences.
-
-        Args:
-            choices: as from `choices()`.
-            batch_size: sequences of this data-parallel rank in each forward.
-
-        Raises:
-            ValueError: for ids that are invalid for a layer, or if layers differ in number of
-                forwards, number of tokens or K.
-        """
-        check_arguments(RouterReplay.to_engine, locals())
-        return convert_to_engine_indices(choices, self.layers, batch_size)

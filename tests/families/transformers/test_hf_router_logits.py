@@ -1,5 +1,4 @@
 import copy
-import sys
 from typing import Any
 
 import pytest
@@ -171,16 +170,3 @@ def test_hidden_states_and_attentions_are_recorded(is_base: bool, meshes: Meshes
         found, expected = ([t.float() for t in getattr(out, name)] for out in outputs)
         assert len(found) == length
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=name)
-
-
-def test_transformers_that_record_probabilities(meshes: Meshes, monkeypatch: Any) -> None:
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.5.4")
-    refused = r"must be False with transformers \(5.5.4\), .*: use transformers >= 5.6"
-    with pytest.raises(NotImplementedError, match=refused):
-        parallelize_moe(pair("olmoe", output_router_logits=True)[0], meshes)
-    model, _ = pair("olmoe")
-    parallelize_moe(model, meshes)
-    ids, _ = hm.batch()
-    model(ids)
-    with pytest.raises(NotImplementedError, match=refused):
-        model(ids, **ASKED)

@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from moecore.base.rank_checks import gather_objects
 from moecore.io import Saver, latest, load, read_manifest, save, verify
 from moecore.io.checkpoint import storage, store
-from moecore.io.checkpoint.ranks import gather_objects
 from moecore.io.checkpoint.shard_file import ShardWriter
 from tests.helpers.errors import error_of
 from tests.helpers.ranks import run_ranks

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
-from moecore.io.checkpoint.ranks import gather_objects
+from moecore.base.rank_checks import gather_objects
 from moecore.io.hf import buckets as hf_buckets
 from moecore.io.hf import collect as hf_collect
 from moecore.io.hf import export as hf_export

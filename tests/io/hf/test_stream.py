@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moecore import ParallelConfig, PipelineConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.base.rank_checks import gather_objects
 from moecore.base.torch_private import HAS_SEPARATE_PIECES, get_local_tensor
 from moecore.io import export_hf, merge_adapters, save_adapters
-from moecore.io.checkpoint.ranks import gather_objects
 from moecore.io.hf import changes
 from moecore.io.hf.stream import WeightStream, stream_weights
 from moecore.models import Decoder, preset

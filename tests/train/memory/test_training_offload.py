@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from moecore import MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.base.rank_checks import gather_objects
 from moecore.base.torch_private import get_local_tensor
 from moecore.io import Saver, latest, load, save, stream_weights
-from moecore.io.checkpoint.ranks import gather_objects
 from moecore.models import Decoder, DecoderConfig
 from moecore.train import AdamW, TrainingOffload
 from tests.helpers.ranks import run_ranks

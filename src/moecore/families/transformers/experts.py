@@ -144,7 +144,7 @@ def _get_stock_activation(experts: Any, *, gated: bool) -> Callable[[Tensor], Te
 
 
 def _apply_gated_activation(act_fn: Callable[[Tensor], Tensor], h_RC: Tensor) -> Tensor:
-    """Return act_fn(gate) * up of column halves, as releases without `_apply_gate` compute it."""
+    """Return act_fn(gate) * up of column halves, as classes without `_apply_gate` (Llama 4) do."""
     gate, up = h_RC.chunk(2, dim=-1)
     return act_fn(gate) * up
 

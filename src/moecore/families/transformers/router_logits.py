@@ -6,8 +6,6 @@ no such module, so `record_logits` adds one. Requests for logits that would not 
 
 from __future__ import annotations
 
-import sys
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,26 +23,10 @@ def refuse_lost_router_logits(model: nn.Module) -> None:
     for module in model.modules():
         if not is_transformers_module(module) or getattr(module, "base_model", None) is not module:
             continue  # transformers records in the base model, not in the model with the loss
-        refusal = _find_version_problem()
-        if refusal is not None and getattr(module.config, OPTION, False):
-            raise NotImplementedError(refusal)
-        module.register_forward_hook(partial(_check_router_logits, refusal), with_kwargs=True)
+        module.register_forward_hook(_check_router_logits, with_kwargs=True)
 
 
-def _find_version_problem() -> str | None:
-    """Return the error text if transformers uses router logits wrongly; None = it does not."""
-    version = sys.modules["transformers"].__version__
-    if tuple(int(n) for n in version.split(".")[:2]) >= (5, 6):
-        return None
-    return (
-        f"{OPTION} (True) must be False with transformers ({version}), whose balance loss reads "
-        "probabilities as logits: use transformers >= 5.6"
-    )
-
-
-def _check_router_logits(
-    version_problem: str | None, module: Any, args: Any, kwargs: dict[str, Any], output: Any
-) -> None:
+def _check_router_logits(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook: raise NotImplementedError if requested router logits were not recorded."""
     layers_of = (m for m in module.modules() if isinstance(m, RoutedLayer))
     # transformers records no logits of layers with hash routing.
@@ -52,8 +34,6 @@ def _check_router_logits(
     keywords = bind_arguments(module, args, kwargs)
     if not recordable or not keywords.get(OPTION, getattr(module.config, OPTION, False)):
         return  # the model was not parallelized, or the caller requests no logits
-    if version_problem is not None:
-        raise NotImplementedError(version_problem)
     # A model whose layers are RoutedExperts still has its own routers.
     layers = len(recordable) if any(isinstance(m, MoELayer) for m in recordable) else 0
     recorded = len(getattr(output, "router_logits", None) or ())

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moecore.base.failures import run_and_share_errors
+from moecore.base.rank_checks import gather_objects
 from moecore.io.checkpoint.config_differences import find_missing_fields, find_saved_differences
 from moecore.io.checkpoint.files import refuse_problems
 from moecore.io.checkpoint.hyperparameters import (
@@ -26,7 +27,6 @@ from moecore.io.checkpoint.hyperparameters import (
 )
 from moecore.io.checkpoint.manifest import Manifest, StoredTensor
 from moecore.io.checkpoint.object_storage import AnyPath
-from moecore.io.checkpoint.ranks import gather_objects
 from moecore.io.checkpoint.snapshot import StagePart, join_stage_parts
 from moecore.io.checkpoint.state import (
     ModelView,

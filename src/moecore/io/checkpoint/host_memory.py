@@ -27,11 +27,11 @@ from fsspec.spec import AbstractFileSystem
 
 from moecore.base.failures import run_and_share_errors, share_call_errors, share_errors
 from moecore.base.fields import Count, check_arguments
+from moecore.base.rank_checks import gather_objects
 from moecore.io.checkpoint import memory_server
 from moecore.io.checkpoint.directory import latest
 from moecore.io.checkpoint.manifest import read_manifest
 from moecore.io.checkpoint.object_storage import AnyPath
-from moecore.io.checkpoint.ranks import gather_objects
 
 SCHEME = "hostmemory"
 HOST_VARIABLE = "MOECORE_HOST"  # its name, where one machine stands for several hosts

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moecore.base.failures import run_and_share_errors
 from moecore.base.fields import format_name
-from moecore.io.checkpoint.ranks import Group, gather_objects, run_and_share_errors
+from moecore.base.rank_checks import Group, gather_objects
 from moecore.io.checkpoint.shard_file import get_memory_view
 from moecore.io.checkpoint.snapshot import Snapshot
 from moecore.io.checkpoint.state import STAGE_KINDS

@@ -10,9 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from moecore.base.failures import make_sendable
-from moecore.base.failures import run_and_share_errors as run_and_share_errors
-from moecore.base.rank_checks import Group as Group
-from moecore.base.rank_checks import gather_objects as gather_objects
+from moecore.base.rank_checks import Group, gather_objects
 from moecore.base.torch_private import get_default_timeout
 from moecore.io.checkpoint.object_storage import AnyPath
 from moecore.parallel.pipeline.stage_replicas import AllStages

@@ -25,21 +25,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moecore.base.failures import share_call_errors, share_errors
+from moecore.base.failures import run_and_share_errors, share_call_errors, share_errors
 from moecore.base.fields import CountOrZero, check_arguments
+from moecore.base.rank_checks import gather_objects
 from moecore.io.checkpoint.directory import Step, make_step_path
 from moecore.io.checkpoint.drafts import Draft, remove_draft
 from moecore.io.checkpoint.hyperparameters import Schedulers
 from moecore.io.checkpoint.lock import make_lock
 from moecore.io.checkpoint.object_storage import AnyPath, make_path
 from moecore.io.checkpoint.rank_agreement import check_rank_agreement
-from moecore.io.checkpoint.ranks import (
-    ControlGroup,
-    gather_objects,
-    is_first_rank,
-    run_and_share_errors,
-    run_on_first_rank,
-)
+from moecore.io.checkpoint.ranks import ControlGroup, is_first_rank, run_on_first_rank
 from moecore.io.checkpoint.shard_file import Meter, Progress
 from moecore.io.checkpoint.snapshot import Snapshot, get_local_tensors, join_stages, take_snapshot
 from moecore.io.checkpoint.state import Optimizers

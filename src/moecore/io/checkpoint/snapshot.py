@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import format_name
+from moecore.base.rank_checks import Group, gather_objects
 from moecore.base.torch_private import get_local_tensor
 from moecore.io.checkpoint.config_differences import convert_config
 from moecore.io.checkpoint.hyperparameters import (
@@ -38,7 +39,7 @@ from moecore.io.checkpoint.hyperparameters import (
     restore_hyperparameters,
 )
 from moecore.io.checkpoint.manifest import ManifestFacts, check_dtype
-from moecore.io.checkpoint.ranks import Group, gather_objects, get_rank_and_world, is_first_of_stage
+from moecore.io.checkpoint.ranks import get_rank_and_world, is_first_of_stage
 from moecore.io.checkpoint.state import (
     STAGE_KINDS,
     ModelView,

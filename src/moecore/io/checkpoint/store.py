@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from moecore.base.failures import run_and_share_errors, share_call_errors, share_errors
 from moecore.base.fields import CountOrZero, check_arguments
+from moecore.base.rank_checks import Group, gather_objects
 from moecore.io.checkpoint.comparison import (
     Comparison,
     allocate_amax_load_target,
@@ -38,10 +39,8 @@ from moecore.io.checkpoint.manifest import Manifest, read_manifest
 from moecore.io.checkpoint.object_storage import AnyPath, make_path
 from moecore.io.checkpoint.rank_agreement import check_rank_agreement
 from moecore.io.checkpoint.ranks import (
-    Group,
     check_draft_is_visible,
     check_same_path,
-    gather_objects,
     get_rank_and_world,
     is_first_rank,
     run_on_first_rank,

@@ -15,7 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moecore.io.checkpoint.ranks import gather_objects, get_rank_and_world
+from moecore.base.rank_checks import gather_objects
+from moecore.io.checkpoint.ranks import get_rank_and_world
 from moecore.io.hf.collect import Collector, ErrorKeeper, Item
 from moecore.io.hf.export_plan import ExportPlan
 from moecore.io.hf.quant import BNB_STATES

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from moecore.base.failures import run_and_share_errors
 from moecore.base.params import chunk_by_size
+from moecore.base.rank_checks import Group
 from moecore.base.torch_private import foreach_copy_
-from moecore.io.checkpoint.ranks import Group, get_rank_and_world
+from moecore.io.checkpoint.ranks import get_rank_and_world
 from moecore.io.hf.collect import ErrorKeeper, Item, PartOwners, read_shard_box, write_piece
 from moecore.io.hf.pieces import PieceOverlap, find_overlaps
 

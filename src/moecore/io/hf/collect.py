@@ -16,10 +16,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from moecore.base.failures import run_and_share_errors
 from moecore.base.params import compute_global_indices
+from moecore.base.rank_checks import gather_objects
 from moecore.io.checkpoint.manifest import Manifest, StoredTensor
 from moecore.io.checkpoint.object_storage import AnyPath
-from moecore.io.checkpoint.ranks import gather_objects, run_and_share_errors
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES, Meter, ShardReader, compute_layout
 from moecore.io.hf.files import Box, find_common_boxes
 from moecore.io.hf.pieces import ShardRuns, TensorPiece, find_shard_runs, get_detached_shard

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from moecore.base.failures import run_and_share_errors
 from moecore.base.fields import format_name
 from moecore.base.params import clean_name
 from moecore.families.fp32_modules import make_fp32_predicate
@@ -25,7 +26,6 @@ from moecore.io.checkpoint.config_differences import (
     find_moe_differences,
     list_training_fields,
 )
-from moecore.io.checkpoint.ranks import run_and_share_errors
 from moecore.io.hf.collect import Item, PartOwners
 from moecore.io.hf.config import FAMILIES, MTP_KEYS, compare_config, decoder_config_from_hf
 from moecore.io.hf.config_fields import HFConfig, read_config

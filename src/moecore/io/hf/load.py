@@ -29,18 +29,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore.base.failures import share_call_errors, share_errors
+from moecore.base.failures import run_and_share_errors, share_call_errors, share_errors
 from moecore.base.fields import Seed, check_arguments
 from moecore.base.params import clean_name, init_normal_, write_values
+from moecore.base.rank_checks import gather_objects
 from moecore.families.transformers.lora import get_base_tensors, select_trained_copies, unwrap_peft
 from moecore.io.checkpoint.config_differences import find_model_config
 from moecore.io.checkpoint.files import join_problems, refuse_problems
-from moecore.io.checkpoint.ranks import (
-    gather_objects,
-    is_first_rank,
-    run_and_share_errors,
-    run_on_first_rank,
-)
+from moecore.io.checkpoint.ranks import is_first_rank, run_on_first_rank
 from moecore.io.checkpoint.shard_file import Meter, Progress
 from moecore.io.checkpoint.transformers_buffers import compute_missing_buffers
 from moecore.io.hf.config import compare_config

@@ -18,18 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moecore.base.failures import run_and_share_errors
 from moecore.base.fields import check_arguments, quote
 from moecore.base.params import clean_name, compute_global_indices, init_normal_, init_uniform_
 from moecore.base.peft_layers import is_dora_linear, is_tuner_layer
+from moecore.base.rank_checks import gather_objects
 from moecore.families.transformers.lora import unwrap_peft
 from moecore.io.checkpoint.files import refuse_problems
-from moecore.io.checkpoint.ranks import (
-    gather_objects,
-    is_first_of_stage,
-    is_first_rank,
-    run_and_share_errors,
-    run_on_first_rank,
-)
+from moecore.io.checkpoint.ranks import is_first_of_stage, is_first_rank, run_on_first_rank
 from moecore.io.hf.files import HFFiles, read_file_header, read_json
 from moecore.io.hf.pieces import (
     FileView,

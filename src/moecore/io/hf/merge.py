@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moecore.base.failures import run_and_share_errors
 from moecore.base.fields import check_arguments
 from moecore.base.params import clean_name, compute_global_indices
 from moecore.base.peft_layers import is_dora_linear, is_tuner_layer
 from moecore.families.transformers.lora import refuse_unmerging
-from moecore.io.checkpoint.ranks import run_and_share_errors
 from moecore.io.hf.pieces import get_detached_shard, select_shard, unshard_tensor
 from moecore.moe.experts import Experts
 from moecore.moe.low_rank import LowRank

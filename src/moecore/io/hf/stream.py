@@ -18,17 +18,12 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from moecore.base.failures import RankError, explain_transport_errors
+from moecore.base.failures import RankError, explain_transport_errors, run_and_share_errors
 from moecore.base.fields import NumBytes, check_arguments, format_name
 from moecore.base.params import chunk_by_size
+from moecore.base.rank_checks import Group, gather_objects
 from moecore.families.transformers.lora import unwrap_peft
-from moecore.io.checkpoint.ranks import (
-    ControlGroup,
-    Group,
-    gather_objects,
-    get_rank_and_world,
-    run_and_share_errors,
-)
+from moecore.io.checkpoint.ranks import ControlGroup, get_rank_and_world
 from moecore.io.hf.buckets import BucketCollector, WeightBucket, WeightMeta, count_bucket_bytes
 from moecore.io.hf.changes import Digests, WeightsVersion, list_local_storage
 from moecore.io.hf.collect import Item, LocalPart, PartOwners, describe_local_part, read_shard_box

@@ -26,8 +26,10 @@ from moecore.kernels.common import (
     launch,
     make_gluon_descriptor,
 )
-from moecore.kernels.grouped.fp8_kernel import sm90_fp8_grouped_nt_kernel
-from moecore.kernels.grouped.fp8_wgrad_kernel import sm90_fp8_grouped_wgrad_kernel
+from moecore.kernels.grouped.fp8_kernels import (
+    sm90_fp8_grouped_nt_kernel,
+    sm90_fp8_grouped_wgrad_kernel,
+)
 from moecore.kernels.grouped.skeleton import GroupedConstants
 from moecore.kernels.grouped.wgrad import scale_and_store_grad
 from moecore.kernels.rows.e4m3 import BLOCK

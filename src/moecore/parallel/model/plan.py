@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore.base.copies import copy_modules, make_meta_parameter
 from moecore.base.options.fsdp import Strategy
-from moecore.base.options.precision import Recipe
+from moecore.base.options.precision import Recipe, Role
 from moecore.base.params import clean_name
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
@@ -41,7 +41,7 @@ from moecore.parallel.fsdp.units import (
 )
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.model.phases import choose_dispatcher
-from moecore.parallel.model.request import Request, is_tp_sharded, list_expert_roles
+from moecore.parallel.model.request import Request, is_tp_sharded
 from moecore.precision.apply import check_precision, list_storable_linears
 
 Layers = Mapping[str, RoutedLayer]
@@ -60,11 +60,12 @@ def make_shard_plan(
     gather_recipes = find_gather_recipes(twin, twins, linears, request)
     builder = _PlanBuilder(twin, twins, request, gather_recipes, fp32_names)
     dispatcher, reason = choose_dispatcher(request)
+    ep, find_recipes = request.meshes.parallel.ep, request.find_recipes
     return ShardPlan(
         model=type(model).__name__,
         device_type=request.meshes.device_type,
         parallel=request.meshes.parallel,
-        layers=tuple(_make_layer_plan(name, layer, request) for name, layer in layers.items()),
+        layers=tuple(make_layer_plan(n, m, find_recipes(n, m), ep) for n, m in layers.items()),
         linears=tuple(linears.items()),
         params=tuple(builder.params.values()),
         units=tuple(builder.plan_units()),
@@ -92,7 +93,10 @@ def has_unsharded_experts(meshes: Meshes) -> bool:
     return meshes.parallel.edp_replicate * meshes.parallel.edp_shard == 1
 
 
-def _make_layer_plan(name: str, layer: RoutedLayer, request: Request) -> LayerPlan:
+def make_layer_plan(
+    name: str, layer: RoutedLayer, recipes: Mapping[Role, Recipe | None], ep: int = 1
+) -> LayerPlan:
+    """Return the plan of the MoE layer `name`; `recipes` are by role of its experts."""
     config = layer.config
     return LayerPlan(
         name=name,
@@ -100,9 +104,9 @@ def _make_layer_plan(name: str, layer: RoutedLayer, request: Request) -> LayerPl
         num_experts=config.num_experts,
         zero_experts=config.zero_experts,
         top_k=config.top_k,
-        num_local=config.num_experts // request.meshes.parallel.ep,
+        num_local=config.num_experts // ep,
         hidden_dim=config.hidden_dim,
-        recipes=tuple((r, request.find_recipe(name, layer, r)) for r in list_expert_roles(layer)),
+        recipes=tuple(recipes.items()),
     )
 
 

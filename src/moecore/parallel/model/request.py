@@ -64,6 +64,12 @@ class Request:
             return None
         return self._select_recipe(layer_name, layer, role)
 
+    def find_recipes(self, layer_name: str, layer: RoutedLayer) -> dict[Role, Recipe | None]:
+        """Return `find_recipe` of "experts", and of "shared_experts" if they are moecore's."""
+        is_native = isinstance(layer.get_part("shared"), SharedExpert)
+        roles: tuple[Role, ...] = ("experts", "shared_experts") if is_native else ("experts",)
+        return {role: self.find_recipe(layer_name, layer, role) for role in roles}
+
     def find_fp8_problem(self, layer_name: str, layer: RoutedLayer) -> str | None:
         """Return why `Precision.only_faster` disables FP8 for a layer's experts, or None."""
         recipe = self._select_recipe(layer_name, layer, "experts")
@@ -164,12 +170,6 @@ def compare_stages(model: nn.Module, plan: ShardPlan, request: Request) -> None:
     check_equal(of_stages, device_type, group=group)
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     check_equal_weights(tensors, device_type, group=group)
-
-
-def list_expert_roles(layer: RoutedLayer) -> tuple[Role, ...]:
-    """Return "experts", and "shared_experts" if the layer has moecore's `SharedExpert`."""
-    is_native = isinstance(layer.get_part("shared"), SharedExpert)
-    return ("experts", "shared_experts") if is_native else ("experts",)
 
 
 def is_tp_sharded(model: nn.Module) -> bool:

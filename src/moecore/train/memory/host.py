@@ -3,7 +3,7 @@
     HostPool      a piece of a slab for each saved activation      Offload
     HostCopies    memory by name, the same in every step           StateOffload, TrainingOffload,
                                                                    FrozenOffload, ParamOffload
-    HostSlots     a few slots for chunks of tensors (`slots.py`)   HostAdamW
+    HostSlots     a few slots for chunks of tensors                HostAdamW (`optim/host_step.py`)
 
 The classes on the right choose which tensors are copied and when. All memory is allocated as slabs,
 because pinning as much memory as a GPU has takes seconds. torch rounds every pinned allocation up
