@@ -14,9 +14,10 @@ and chat.py make the examples, finetuning.py has the job, and loop.py the steps.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from moecore.models import DecoderConfig, document_cost
 from moecore.packing import DocumentCost, ScheduledCollator
 from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.planning import TransformersModel
+from moecore.recipes.adapter_tuning import AdapterSteps, AdapterTuning
 from moecore.recipes.data import BatchShape, make_batch_shape
 from moecore.recipes.dry_run import make_planned_run, print_batch, print_plan
 from moecore.recipes.errors import (
@@ -123,12 +125,31 @@ def read_data(args: FinetuneConfig, *, vocab_size: int) -> tuple[Examples, list[
     return data, examples, held_out
 
 
+def join_data(
+    parts: Collection[tuple[Examples, list[Any], list[Any]]],
+) -> tuple[Examples, list[Any], list[Any]]:
+    """Return the results of several calls of `read_data` as one result."""
+    data, examples, held_out = zip(*parts, strict=True)
+    all_data = Examples(
+        examples=list(chain(*(part.examples for part in data))),
+        num_rows=sum(part.num_rows for part in data),
+        num_cut=sum(part.num_cut for part in data),
+        problems=list(chain(*(part.problems for part in data))),
+    )
+    return all_data, list(chain(*examples)), list(chain(*held_out))
+
+
 def build_job(args: FinetuneConfig) -> FineTuning:
     """Read the data, shard the model and load the last checkpoint, if any; return the job."""
     world_size = int(os.environ["WORLD_SIZE"])
     args, config = check_options(args, world_size)
     make_run_dir(args.run_dir)
-    data, examples, held_out = read_data(args, vocab_size=config.get_text_config().vocab_size)
+    vocab_size, adapters = config.get_text_config().vocab_size, args.list_adapters()
+    of_names = {
+        name: read_data(replace(args, data=files), vocab_size=vocab_size)
+        for name, files in (adapters or {"default": args.data}).items()
+    }
+    data, examples, held_out = join_data(of_names.values())
     meshes = build_meshes(args.make_parallel_config(world_size, num_experts=count_experts(config)))
     shape = make_batch_shape(args, meshes.parallel)
     dtype = torch.bfloat16 if args.optimizer.master_remainder else torch.float32
@@ -137,15 +158,16 @@ def build_job(args: FinetuneConfig) -> FineTuning:
         dtype = args.get_compute_dtype(device)
     hf = build_hf_model(config, args.model, dtype)
     packed_rows = can_pack_documents(hf)  # of the whole model, of which a stage has a part
-    if args.objective != "sft" and not packed_rows:
+    if (args.objective != "sft" or adapters) and not packed_rows:
+        option = "--adapters must be left out" if adapters else "--objective ({}) must be sft"
         raise ValueError(
-            f"--objective ({args.objective}) must be sft for {type(hf).__name__}, because "
+            f"{option.format(args.objective)} for {type(hf).__name__}, because "
             f"{find_packing_problem(hf)} needs rows of one example each"
         )
     if args.recompute:
         enable_activation_checkpointing(hf)
     if args.lora is not None:
-        hf = add_adapters(hf, args.lora)
+        hf = add_adapters(hf, args.lora, *of_names)
     model = build_model(args, hf, meshes, shape)
     job_class: Callable[..., FineTuning] = JOBS[args.objective]
     if (options := JOBS[args.objective].options) is not None:
@@ -165,11 +187,18 @@ def build_job(args: FinetuneConfig) -> FineTuning:
     files = open_teacher_files(args, config, (*examples, *held_out))
     if files is not None:
         facts["--distill-log-probs"] = f"{files.path.resolve().name}, k {files.top_k}"
+    if adapters:
+        sizes = (f"{name} {len(parts[1])}" for name, parts in of_names.items())
+        facts["--adapters"] = f"examples of {', '.join(sizes)}"
     if (problem := find_difference(facts, meshes.device_type)) is not None:
         raise ValueError(f"{problem} on every rank: give all hosts the same files")
     decoder = find_decoder_config(args.model)
     read = make_step_reader(args, meshes, decoder, packs=packed_rows, files=files)
-    batches = read(examples, shape, seed=args.seed)
+    readers = [read(parts[1], shape, seed=args.seed) for parts in of_names.values()]
+    batches = AdapterSteps(dict(enumerate(readers))) if adapters else readers[0]
+    if adapters:
+        held_out_of = {name: parts[2] for name, parts in of_names.items()}
+        job_class = partial(AdapterTuning, held_out_of=held_out_of)
     args = replace(args, steps=args.max_steps or args.epochs * len(batches.sampler))
     return job_class(
         args=args,
@@ -228,6 +257,7 @@ def build_model(
             "one example each"
         )
     num_rows = shape.batch_size * JOBS[args.objective].num_sequences
+    num_rows *= max(1, len(args.list_adapters()))
     max_tokens = (longest or num_rows * shape.seq_len // shape.cp) // meshes.parallel.tp
     parallelize(model, meshes, args, max_tokens=max_tokens, moe=args.make_moe_overrides())
     load_weights(args, model, meshes.device_type, cast=args.lora is not None or is_reference)
@@ -284,11 +314,14 @@ def dry_run(args: FinetuneConfig) -> int:
     world_size = args.gpus or count_ranks(args)
     args, config = check_options(args, world_size)
     parallel = args.make_parallel_config(world_size, num_experts=count_experts(config))
-    training_run = None
+    training_run, adapters = None, args.list_adapters()
     if args.objective == "sft":
         model = make_planned_model(args, args.model)
-        training_run = make_planned_run(args, model, parallel, world_size)
+        all_rows = replace(args, batch_size=args.batch_size * max(1, len(adapters)))
+        training_run = make_planned_run(all_rows, model, parallel, world_size)
     code = print_plan(args, training_run)
+    if adapters:  # the first batch is of the first adapter
+        args = replace(args, data=next(iter(adapters.values())))
     data, examples, _ = read_data(args, vocab_size=config.get_text_config().vocab_size)
     print(f"data: {data.report}")
     packed_rows = can_pack_documents(build_hf_model(config, args.model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,6 +32,8 @@ class FinetuneConfig(ShardedConfig):
     Attributes:
         model: a directory of config, tokenizer and weights, or a name of the hub.
         data: .jsonl and .parquet files, directories of save_to_disk, hf:NAME, or plain text.
+        adapters: "NAME=DATA" of LoRA adapters that are trained at once, each on its own data, in
+            place of `data`. The data of a name that is given twice are joined.
         objective: "sft" learns answers; "dpo" prefers chosen to rejected answers; "kto" learns
             which answers are desirable; "distill" learns answers and a teacher's probabilities.
         eval_data: files for evaluation.
@@ -48,7 +51,8 @@ class FinetuneConfig(ShardedConfig):
     """
 
     model: Annotated[Path, Spelling(alias="hf_config")]  # as `moecore plan --write` names it
-    data: tuple[Path, ...]
+    data: tuple[Path, ...] = ()
+    adapters: tuple[str, ...] = ()
     objective: Literal["sft", "dpo", "kto", "distill"] = "sft"
     eval_data: tuple[Path, ...] = ()
     eval_share: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.05
@@ -68,6 +72,41 @@ class FinetuneConfig(ShardedConfig):
     kto: Annotated[KTO | None, Table(prefix=True, without=("kl",))] = None
     distill: Annotated[Distillation | None, PREFIX] = None
     sdc_check: Annotated[SDCOptions | None, PREFIX] = None
+
+    def list_adapters(self) -> dict[str, tuple[Path, ...]]:
+        """Return {name: data} of `adapters`."""
+        files: dict[str, tuple[Path, ...]] = {}
+        for name, _, path in (entry.partition("=") for entry in self.adapters):
+            files[name] = (*files.get(name, ()), Path(path))
+        return files
+
+
+def check_adapters(args: FinetuneConfig) -> None:
+    """Raise ValueError unless the options have either data, or adapters with options they allow."""
+    if not args.adapters:
+        if not args.data:
+            raise ValueError("--data must be set: give it")
+        return
+    for entry in args.adapters:
+        if not re.fullmatch(r"[\w-]+=.+", entry):
+            raise ValueError(
+                f"--adapters ({entry}) must be NAME=DATA, with letters, digits, _ and - in the "
+                "name: correct it"
+            )
+    if args.lora is None:
+        raise ValueError("--adapters must go with options of [lora]: give --lora-rank")
+    for option, value in (
+        ("--data", args.data),
+        ("--objective", args.objective != "sft" and args.objective),
+        ("--lora-dora", args.lora.dora),
+        ("--aux-loss", args.aux_loss),
+        ("--pp", args.get_degree("pp") > 1),
+        ("--cuda-graph", args.cuda_graph),
+        ("--dynamic-cp", args.sharding.dynamic_cp),
+        ("--sdc-check-every", args.sdc_check),
+    ):
+        if value:
+            raise ValueError(f"{option} ({value}) must not go with --adapters: drop it")
 
 
 def check_objective(args: FinetuneConfig) -> None:
@@ -98,6 +137,7 @@ def check_options(args: FinetuneConfig, world_size: int) -> tuple[FinetuneConfig
     config = read_config(args.model)
     parallel = args.make_parallel_config(world_size, num_experts=count_experts(config))
     args.check_sharding()
+    check_adapters(args)
     check_objective(args)
     if args.sdc_check is not None:
         args.sdc_check.check(args)

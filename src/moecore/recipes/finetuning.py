@@ -115,13 +115,17 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         """Return the forward arguments of micro-batches; each loss is divided by `num_labels`."""
         return [make_causal_lm_inputs(num_labels, *parts) for parts in micro_batches]
 
-    @torch.no_grad()
     def evaluate(self) -> Metrics:
         """Return "eval_loss" in nats per answer token; {} without evaluation data. Collective."""
         if not self.held_out:
             return {}
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         steps = self.read(self.held_out, replace(self.shape, grad_accum=1), seed=None)
+        return {"eval_loss": self.compute_eval_loss(steps)}
+
+    @torch.no_grad()
+    def compute_eval_loss(self, steps: Steps[Any]) -> float:
+        """Return the mean loss of one pass of `steps`, nats per answer token. Collective."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.model.eval()
         numbers = range(len(steps.sampler))
         for _ in track_progress(numbers, "evaluating", unit="batches", as_lines=True):
@@ -131,7 +135,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         self.model.train()
         dist.all_reduce(sums)
         total, num_tokens = sums.tolist()
-        return {"eval_loss": total / num_tokens}
+        return float(total / num_tokens)
 
     def sum_losses(self, batch: StepBatch | ScheduledBatch) -> Tensor:
         """Return this rank's part of the sum of losses over a batch's answer tokens, 0-dim."""
