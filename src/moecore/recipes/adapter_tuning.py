@@ -1,7 +1,7 @@
 """The job of `moecore finetune --adapters`: several LoRA adapters over one base.
 
 Each adapter has its own data, `--batch-size` rows of a micro-batch, its own mean loss and gradient
-norm. Its weights therefore equal those of a run with this adapter alone.
+norm. Its weights therefore equal the weights of a run with only this adapter.
 
 Legend: N adapters, A micro-batches, B rows of a micro-batch, T tokens of a row.
 """
@@ -115,7 +115,7 @@ class AdapterTuning(FineTuning):
         return {f"loss/{name}": loss for name, loss in losses}
 
     def evaluate(self) -> Metrics:
-        """Return "eval_loss/NAME" of adapters with held-out examples, and the mean "eval_loss"."""
+        """Return "eval_loss/NAME" of adapters with evaluation data, and the mean "eval_loss"."""
         shape, losses = replace(self.shape, grad_accum=1), Metrics()
         for i, (name, examples) in enumerate(self.held_out_of.items()):
             if examples:
