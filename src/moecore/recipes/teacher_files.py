@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from moecore.base.failures import run_and_share_errors
 from moecore.base.progress import Report, track_progress
-from moecore.io.checkpoint.ranks import run_and_share_errors
 from moecore.io.hf.files import HFFiles, read_file_header
 from moecore.kernels.cross_entropy import IGNORE_INDEX
 from moecore.models.distillation import TopLogProbs
