@@ -216,7 +216,8 @@ def run_quantised(device: str, index: Any) -> None:
     dy, order = h[:, : h.shape[1] // 2].contiguous(), ExpertOrder(1, True, rows_T)
     microscaled_activation(h, dy, None, None, swiglu, order)
     run_block_scaled(x_TD)
-    dequantise(quantise(x_TD[:, :64], "nf4"), torch.bfloat16)
+    for kind in ("nf4", "nvfp4"):
+        dequantise(quantise(x_TD[:, :64], kind), torch.bfloat16)
     part = torch.randn(2, 24, 144, device=device)
     place = shard_blocks.MatrixShard.from_slice(torch.Size([2, 80, 144]), 1, 56, 24)
     scales, values = torch.zeros(2, *place.scales_shape, device=device), part.to(torch.uint8)

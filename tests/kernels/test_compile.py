@@ -12,6 +12,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ from moecore.kernels.rows import (
     activation,
     cast,
     e4m3,
+    four_bit,
     free_list,
     index,
     microscaled,
@@ -480,6 +482,10 @@ def run_used(row_bytes: int) -> None:
     rows.copy_first_rows(*torch.zeros(2, T, row_bytes, dtype=torch.uint8), ints(1)[0])
 
 
+def run_dequantise(kind: Any) -> None:
+    four_bit.dequantise(four_bit.quantise(torch.ones(8, 256), kind), torch.bfloat16)
+
+
 def run_pages(x_bytes: int, h_bytes: int, num_host_pages: int = 0, k: int = K) -> None:
     page_bytes = 64 * max(x_bytes, h_bytes)
     pool = free_list.PagePool.allocate(
@@ -566,6 +572,7 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "balance sigmoid": (lambda: run_balance("sigmoid"), 6),
     "balance sqrtsoftplus, padding": (lambda: run_balance("sqrtsoftplus", True), 6),
     "index": (run_index, 4),
+    **{f"dequantise {kind}": (partial(run_dequantise, kind), 1) for kind in four_bit.FORMATS},
     "index scores, 64 heads of 128": (lambda: run_index_scores(64, 128), 1),
     "index scores, 32 heads of 64": (lambda: run_index_scores(32, 64), 1),
     "selection of keys": (lambda: select_keys(torch.zeros(T, 32768), 0, 2048), 1),

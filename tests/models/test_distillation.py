@@ -10,7 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.models import distillation
-from moecore.models.distillation import Distillation, DistillationLoss, TeacherForward
+from moecore.models.distillation import (
+    Distillation,
+    DistillationLoss,
+    StoredLogProbs,
+    TeacherForward,
+    TopLogProbs,
+)
 from tests.helpers.ranks import run_ranks
 from tests.models.test_loss import make
 
@@ -112,6 +118,82 @@ def on_ranks(rank: int, device: torch.device) -> None:
 
 def test_a_vocabulary_over_four_ranks() -> None:
     run_ranks(4, on_ranks)
+
+
+def compute_stored(
+    student: tuple[Tensor, ...],
+    teacher: tuple[Tensor, ...],
+    options: Distillation,
+    tokens: Tensor,
+    group: Any = None,
+) -> Tensor:
+    """Return the part of the loss that is of `tokens`, as on a cp rank, from stored values."""
+    hidden, weight, labels = student
+    scores = TopLogProbs(labels[None], top_k=options.top_k, heads=[])
+    with torch.no_grad():
+        scores.compute_from_hidden(
+            teacher[0][None], teacher[1], labels[None], lambda x: x, group=group
+        )
+    learned = labels[None] != -100
+    ids, log_probs = (x[learned] for x in scores.rows)
+    stored = StoredLogProbs(full_labels_BT=labels[None], ids_Mk=ids.int(), log_probs_Mk=log_probs)
+    loss = DistillationLoss(
+        labels_BT=stored.labels_BT, num_tokens=learned.sum(), teacher=stored, options=options
+    )
+    local = stored.labels_BT[:, tokens]
+    return loss.compute_from_hidden(hidden[tokens][None], weight, local, lambda x: x, group=group)
+
+
+STORED = [("forward", 5), ("reverse", 5), ("forward", 999)]
+
+
+@pytest.mark.parametrize(("kl_type", "top_k"), STORED)
+def test_stored_log_probs_equal_the_teachers_logits(
+    kl_type: str, top_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distillation, "CHUNK_TOKENS", 7)
+    options, teacher = make_options(kl_type, top_k), make(N, 24, V, torch.float64, seed=1)
+    live, stored = make(N, 13, V, torch.float64), make(N, 13, V, torch.float64)
+    wanted = compute(live, teacher, options)
+    wanted.backward()
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(0))  # over two cp ranks
+    losses = [compute_stored(stored, teacher, options, part) for part in order.split(20)]
+    sum(losses).backward()
+    grads = ((a.grad, b.grad) for a, b in zip(stored[:2], live, strict=False))
+    for got, want in [(sum(losses), wanted), *grads]:
+        assert (got - want).abs().max() <= 1e-12 * want.abs().max()
+
+
+def stored_on_ranks(rank: int, device: torch.device) -> None:
+    group, every = dist.group.WORLD, torch.arange(N)
+    rows = slice(rank * V // 4, (rank + 1) * V // 4)
+    for kl_type, top_k in STORED:
+        options = make_options(kl_type, top_k)
+        student, teacher = make(N, 13, V, torch.float64), make(N, 24, V, torch.float64, seed=1)
+        exact = leaves(student)
+        wanted = compute(exact, teacher, options)
+        wanted.backward()
+        weight = student[1].detach()[rows].clone().requires_grad_()
+        part, of_teacher = (student[0], weight, student[2]), (teacher[0], teacher[1][rows])
+        found = compute_stored(part, of_teacher, options, every, group)
+        found.backward()
+        assert torch.allclose(found, wanted, rtol=1e-12)
+        assert (weight.grad - exact[1].grad[rows]).abs().max() < 1e-13
+
+
+def test_stored_log_probs_with_a_vocabulary_over_four_ranks() -> None:
+    run_ranks(4, stored_on_ranks)
+
+
+def test_the_top_log_probs_are_of_the_full_vocabulary() -> None:
+    hidden, weight, labels = make(N, 24, V, torch.float64)
+    scores = TopLogProbs(labels[None], top_k=5, heads=[])
+    with torch.no_grad():
+        scores.compute_from_hidden(hidden[None], weight, labels[None], lambda x: x)
+        wanted = (hidden @ weight.t()).log_softmax(1).topk(5)
+    ids, log_probs = (x[0] for x in scores.rows)
+    assert torch.equal(ids, wanted.indices)
+    assert torch.allclose(log_probs, wanted.values, rtol=1e-12)
 
 
 def test_other_heads_are_refused() -> None:

@@ -49,7 +49,8 @@ def parallelized(name: str, kind: str | None, **options: Any) -> nn.Module:
     folding = options.pop("folding", {})
     model = adapted_model(name, MODELS[name])
     meshes = build_meshes(ParallelConfig(**folding), "cpu")
-    return parallelize_moe(model, meshes, precision=kind, **options)
+    precision: Any = None if kind is None else Precision(frozen=kind)
+    return parallelize_moe(model, meshes, precision=precision, **options)
 
 
 def matrices(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -88,7 +89,12 @@ def compare(rank: int, device: torch.device, name: str, kind: str, folding: Any)
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_of_the_dequantised_values(no_group_left, name, kind) -> None:
     num_bytes = compare(0, torch.device("cpu"), name, kind, {})
-    numel = sum(p.numel() for p in matrices(adapted_model(name, MODELS[name])).values())
+    model = adapted_model(name, MODELS[name])
+    numel = sum(p.numel() for p in matrices(model).values())
+    if FORMATS[kind].has_row_scale:
+        dims = MODELS[name].values() if name == "gpt-oss" else (128, 128)
+        assert len(set(dims)) == 1, "rows of all matrices have as many values"
+        num_bytes -= numel // min(dims)
     assert num_bytes * 8 == FORMATS[kind].bits * numel
 
 
@@ -345,6 +351,7 @@ def test_rules_of_the_record() -> None:
         Precision(recipe=Recipe(), frozen="nf4")
     assert Precision(recipe=Recipe(), roles=("attention",), frozen="nf4").frozen == "nf4"
     assert Precision.of("mxfp4") == Precision(frozen="mxfp4")
+    assert Precision.of("nvfp4") == Precision(recipe=Recipe(scaling="nvfp4"))
     with pytest.raises(ValueError, match=r"Precision.fp8_head \(True\) must be False with recipe"):
         Precision(frozen="nf4", fp8_head=True)
     with pytest.raises(ValueError, match="must have a role where no override has a recipe"):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from moecore.models.distillation import Distillation
 from moecore.packing import PackedBatchSampler
@@ -30,14 +31,25 @@ LAYOUTS = {  # data ranks times rows times micro-batches = ROWS; and documents a
     "tp-cp": ("--tp 2 --cp 2 --ep 2 --batch-size 2 --grad-accum 2", FULL, 4),
     "pp": ("--pp 2 --ep 2 --batch-size 1 --grad-accum 2", FULL, 1),
 }
+# The same from log-probabilities that another layout has written.
+STORED = {
+    "data": LAYOUTS["data"],
+    "tp-cp": (LAYOUTS["tp-cp"][0], TOP_K, 4),
+    "pp": (LAYOUTS["pp"][0], TOP_K, 1),
+}
+WRITTEN = "--tp 2 --cp 2 --ep 2 --batch-size 2"
 
 
 def train(rank: int, device: torch.device, folder: Path) -> None:
-    for layout, (degrees, options, _) in LAYOUTS.items():
-        words = (
-            f"{COMMON} {degrees} --distill-kl-type {options.kl_type} --run-dir {folder / layout} "
-        )
-        words += f"--model {folder / 'student'} --distill-teacher {folder / 'teacher'} "
+    live, stored = f"--distill-teacher {folder}/teacher", f"--distill-log-probs {folder}/k"
+    runs = [(f"{live} {stored} --run-dir {folder}/write {WRITTEN}", make_options("reverse", 24))]
+    runs += [
+        (f"{source} --run-dir {folder}/{start}{layout} {degrees}", options)
+        for start, source, layouts in (("", live, LAYOUTS), ("stored-", stored, STORED))
+        for layout, (degrees, options, _) in layouts.items()
+    ]
+    for words, options in runs:
+        words += f" {COMMON} --distill-kl-type {options.kl_type} --model {folder / 'student'} "
         words += f"--data {folder / 'some.jsonl'}"
         words += "" if options.top_k is None else f" --distill-top-k {options.top_k}"
         code, said = rank_of_command(rank, device, "finetune", 4, words.split())
@@ -78,10 +90,19 @@ def test_four_ranks_equal_stock_models(tmp_path: Path) -> None:
     run_ranks(4, train, tmp_path, over_gloo=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "student")
     examples = read_examples([data], tokenizer, seq_len=TOKENS).examples
-    for layout, (_, options, unit) in LAYOUTS.items():
+    stored = {f"stored-{layout}": case for layout, case in STORED.items()}
+    for layout, (_, options, unit) in (LAYOUTS | stored).items():
         losses = [line["loss"] for line in metrics(tmp_path / layout)]
         wanted = train_stock(tmp_path, examples, unit, options)
         assert losses == pytest.approx(wanted, rel=1e-5), layout
+    live, found = (
+        load_file(tmp_path / layout / "export" / "model.safetensors")
+        for layout in ("data", "stored-data")
+    )
+    assert all((found[name] - tensor).abs().max() <= 1e-5 for name, tensor in live.items())
+    for path in (tmp_path / "k").iterdir():
+        tensors = load_file(path)
+        assert tensors["top_log_probs"].shape == (int(tensors["is_answer"].sum()), 24)
 
 
 WORDS = "--objective distill --distill-teacher {teacher}"
@@ -91,6 +112,9 @@ BAD_WORDS = {
     f"{WORDS} --dynamic-cp 9": "--dynamic-cp must not go with --objective distill",
     f"{WORDS} --distill-kd-ratio 0": "--distill-kd-ratio (0.0) must be a finite number > 0",
     f"{WORDS}/none": "--distill-teacher ({teacher}/none) must be a Hugging Face directory",
+    f"{WORDS} --distill-log-probs a": "Distillation.top_k (None) must be set with teacher and",
+    f"{WORDS} --distill-top-k 2 --distill-log-probs {{teacher}}": "must be a new directory",
+    "--objective distill --distill-top-k 2": "Distillation.teacher (None) must be set, or",
     WORDS: "must have the tokens and vocab_size (2048) of --model, not others (2056)",
 }
 
@@ -109,3 +133,50 @@ def test_options_that_do_not_fit(tmp_path: Path) -> None:
             check_options(parse_arguments([*model, *words.format(teacher=teacher).split()]), 1)
         text = str(error.value)
         assert wanted.format(teacher=teacher) in text and "\n" not in text, words
+
+
+def test_files_that_do_not_fit(tmp_path: Path) -> None:
+    from moecore.recipes.chat import Example
+    from moecore.recipes.teacher_files import TeacherFiles
+
+    tokens, is_answer = torch.tensor([5, 6, 7, 8]).int(), torch.tensor([True, False, True, True])
+    good = {
+        "vocab_size": torch.tensor([9]),
+        "cu_seqlens": torch.tensor([0, 4]),
+        "input_ids": tokens,
+        "is_answer": is_answer,
+        "top_ids": torch.tensor([[8, 0, 3], [1, 2, 4]]).int(),
+        "top_log_probs": torch.tensor([[-0.1, -3.0, -4.0], [-0.5, -1.0, -5.0]]),
+    }
+    bad: dict[str, tuple[dict[str, Any], str]] = {
+        "vocab_size": ({"vocab_size": torch.tensor([10])}, "must have the vocab_size (9) of --mod"),
+        "top_ids": (
+            {"top_ids": torch.tensor([[9, 0, 3], [1, 2, 4]]).int()},
+            "must have top_ids",
+        ),
+        "dtype": (
+            {"top_ids": torch.ones(2, 3).long()},
+            "must have top_ids of torch.int32, not",
+        ),
+        "shape": ({"is_answer": ~is_answer}, "must have the shapes of its cu_seqlens, not {"),
+    }
+    for name, (tensors, wanted) in {"good": ({}, ""), **bad}.items():
+        (tmp_path / name).mkdir()
+        save_file(good | tensors, tmp_path / name / "a.safetensors")
+        if wanted:
+            with pytest.raises(ValueError) as error:
+                TeacherFiles(tmp_path / name, vocab_size=9, top_k=None)
+            text = str(error.value)
+            assert text.startswith("--distill-log-probs (") and wanted in text and "\n" not in text
+    example = Example(tokens, is_answer)
+    files = TeacherFiles(tmp_path / "good", vocab_size=9, top_k=2)
+    files.check([example])
+    ids, log_probs = files.read([example, example])
+    assert torch.equal(ids, good["top_ids"][:, :2].repeat(2, 1))
+    assert torch.equal(log_probs, good["top_log_probs"][:, :2].repeat(2, 1))
+    with pytest.raises(ValueError, match=r"1 of 2 are missing, the first of 3 tokens"):
+        files.check([example, example.cut(3)])
+    with pytest.raises(ValueError, match=r"--distill-top-k \(4\) must be <= the tokens that --dis"):
+        TeacherFiles(tmp_path / "good", vocab_size=9, top_k=4)
+    with pytest.raises(ValueError, match=r"must have .safetensors files: write them first"):
+        TeacherFiles(tmp_path / "none", vocab_size=9, top_k=4)

@@ -93,6 +93,7 @@ alpha_pattern = ['1\\.mlp\\.experts\\.down_proj=7', "k_proj=5"]
 CASES = [
     pytest.param(PATTERNS, None, id="patterns"),
     pytest.param("", "nf4", id="nf4-in-host-memory"),
+    pytest.param('[fp8]\nfrozen = "nvfp4"', "nvfp4", id="nvfp4"),
     pytest.param("dora = true\nexperts = false", None, id="dora"),
     pytest.param("rslora = true", None, marks=pytest.mark.nightly, id="rslora"),
 ]
@@ -109,7 +110,7 @@ def test_two_ranks_equal_peft(more: str, kind: Any, tmp_path: Path) -> None:
     )
     data.write_text("\n".join((tiny / "chats.jsonl").read_text().splitlines()[:40]))
     paths = {"model": str(tiny), "data": [str(data)], "run_dir": str(tmp_path / "run")}
-    options = paths | ({} if kind is None else {"precision": kind, "offload_frozen": True})
+    options = paths | ({"precision": kind, "offload_frozen": True} if kind == "nf4" else {})
     lines = [f"{name} = {json.dumps(value)}\n" for name, value in options.items()]
     file = FILE.replace("alpha = 24\n", f"alpha = 24\n{more}\n")
     (tmp_path / "lora.toml").write_text("".join(lines) + file)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from moecore.recipes.examples import read_examples
-from moecore.recipes.finetune import check_objective, parse_arguments
+from moecore.recipes.finetune import parse_arguments
+from moecore.recipes.finetune_config import check_objective
 from moecore.recipes.preferences import encode_preference, encode_unpaired_preference
 from moecore.recipes.rows import ColumnNames
 from moecore.recipes.tiny_model import make_tokenizer

@@ -120,6 +120,8 @@ def wrong_orders() -> dict[str, str]:
     found["zero"] = error_of(lambda: setattr(step, "num_micro_batches", 0))
     found["plain"] = error_of(lambda: TrainStep(nn.Linear(2, 2)))
     found["norm"] = error_of(lambda: TrainStep(model, max_norm=0.0))
+    groups = [list(model.parameters()), [model.lm_head.weight]]
+    found["groups"] = error_of(lambda: TrainStep(model, clip_groups=groups))
     found["scheduler"] = error_of(lambda: TrainStep(model, schedule(optimizer)))
     found["part"] = error_of(lambda: without_one_parameter(model))
     tokens = torch.zeros(1, 8, dtype=torch.int64)
@@ -271,6 +273,10 @@ def test_a_whole_step_is_its_pieces(found: dict[str, Any]) -> None:
         ("scheduler", r"optimizer \(.*LambdaLR.*\) must be an Optimizer or"),
         ("plain", r"model \(Linear\) must be parallelized"),
         ("norm", r"max_norm \(0.0\) must be a number > 0"),
+        (
+            "groups",
+            r"clip_groups \(\d+ parameters\) must have each of the \d+ trained par",
+        ),
         ("no_grad", r"forward_backward\(\) must run with gradients: call it outside of torch.no_g"),
         ("frozen", r"loss \(without a gradient\) must depend on a trained parameter"),
         ("part", r"optimizer \(SGD\) must hold model.embed_tokens.weight"),

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.fields import Bound, CheckedRecord, Count, Positive
+from moecore.base.fields import Bound, CheckedRecord, Count, FieldErrors, Positive
 from moecore.kernels.common import disable_autocast
 from moecore.kernels.cross_entropy import IGNORE_INDEX, softmax_gradient_
 from moecore.models.loss import combine_row_statistics, sum_head_losses
@@ -34,6 +35,8 @@ from moecore.moe.dispatch.collectives import all_gather_rows
 from moecore.precision.head import HeadProducts, mm_with_dtype
 
 CHUNK_TOKENS = 512
+# Returns ids [C, k] and logits [C, k] of the tokens of a slice, or None and logits [C, V].
+ReadTeacher = Callable[[slice], tuple[Tensor | None, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,18 +45,27 @@ class Distillation(CheckedRecord):
 
     Attributes:
         teacher: directory or hub name of the frozen teacher, which is sharded like the student.
+        log_probs: directory of a teacher's stored log-probabilities, which replace the teacher.
+            With `teacher`, the command writes the directory and trains nothing.
         kl_type: "forward" is KL(teacher || student), and "reverse" is KL(student || teacher).
         temperature: T. The KL divergence is of softmax(logits / T) and is multiplied by T ** 2.
         top_k: the KL divergence uses only the top_k largest teacher logits of each token;
-            None = the full vocabulary.
+            None = the full vocabulary, or all tokens that `log_probs` has.
         kd_ratio: weight of the KL divergence; the cross-entropy has the weight 1 - kd_ratio.
     """
 
-    teacher: Path
+    teacher: Path | None = None
+    log_probs: Path | None = None
     kl_type: Literal["forward", "reverse"] = "forward"
     temperature: Positive = 1.0
     top_k: Count | None = None
     kd_ratio: Annotated[float, Bound(">", 0), Bound("<=", 1)] = 0.5
+
+    def _find_field_errors(self) -> FieldErrors:
+        if self.teacher is None and self.log_probs is None:
+            yield "teacher", "be set, or log_probs: give the directory of one of them"
+        elif self.teacher is not None and self.log_probs is not None and self.top_k is None:
+            yield "top_k", "be set with teacher and log_probs, which are written for so many tokens"
 
 
 def compute_kl(
@@ -99,7 +111,7 @@ class DistillationLoss(_LinearHeadLoss):
 
     labels_BT: Tensor  # int64, of full rows, already shifted
     num_tokens: Tensor
-    teacher: TeacherForward
+    teacher: TeacherForward | StoredLogProbs
     options: Distillation
 
     def compute_from_hidden(
@@ -113,13 +125,15 @@ class DistillationLoss(_LinearHeadLoss):
         group: dist.ProcessGroup | None = None,
     ) -> Tensor:
         """Return the loss from this rank's hidden states, equal on all cp ranks. Collective."""
-        args = hidden_BtD.flatten(0, 1), weight_VD, labels_Bt.flatten(), self._compute_loss_
+        labels_N, read = self.teacher.select_local(labels_Bt.flatten())
+        args = hidden_BtD.flatten(0, 1), weight_VD, labels_N, partial(self._compute_loss_, read)
         total = sum_head_losses(*args, chunk_tokens=min(chunk_tokens, CHUNK_TOKENS), group=group)
         shares_Bt1 = (total / labels_Bt.numel()).expand(*labels_Bt.shape, 1)
         return gather_full_rows(shares_Bt1).sum() / self.num_tokens.clamp(min=1)
 
     def _compute_loss_(
         self,
+        read: ReadTeacher,
         products: HeadProducts,
         logits_CV: Tensor,
         labels_C: Tensor,
@@ -131,7 +145,7 @@ class DistillationLoss(_LinearHeadLoss):
         V, T, ratio = logits_CV.shape[1], self.options.temperature, self.options.kd_ratio
         is_ignored_C1 = (labels_C == IGNORE_INDEX)[:, None]
         logits_CV.masked_fill_(is_ignored_C1, 0)
-        ids_Ck, teacher_CX = self.teacher.read(part)
+        ids_Ck, teacher_CX = read(part)
         teacher_CX = teacher_CX.to(logits_CV.dtype).masked_fill(is_ignored_C1, 0) / T
         if ids_Ck is None:
             kl_C, d_kl_CX = compute_kl(logits_CV / T, teacher_CX, self.options.kl_type, group)
@@ -189,11 +203,67 @@ class TeacherForward(_LinearHeadLoss):
             self._ids_Nk, self._logits_Nk = map(torch.cat, zip(*chunks, strict=True))
         return hidden_ND.new_zeros((), dtype=torch.float32)
 
+    def select_local(self, labels_N: Tensor) -> tuple[Tensor, ReadTeacher]:
+        """Return the labels of this rank's tokens, and the function `read`."""
+        return labels_N, self.read
+
     def read(self, part: slice) -> tuple[Tensor | None, Tensor]:
         """Return ids and logits [C, k] of the tokens in `part`; (None, [C, V]) without `top_k`."""
         if self._top_k is None:
             return None, _compute_logits(self._hidden_ND[part], self._heads[0])
         return self._ids_Nk[part], self._logits_Nk[part]
+
+
+class TopLogProbs(TeacherForward):
+    """A `TeacherForward` that also gathers the results of full rows, to be stored in files."""
+
+    rows: tuple[Tensor, ...] = ()  # ids and log-probabilities [B, T, k]; () before a forward
+
+    def compute_from_hidden(
+        self,
+        hidden_BtD: Tensor,
+        weight_VD: Tensor,
+        *labels_and_gather: Any,
+        **options: Any,
+    ) -> Tensor:
+        """Store the teacher's top-k log-probabilities of full rows and return 0. Collective."""
+        labels_Bt, gather_full_rows = labels_and_gather
+        loss = super().compute_from_hidden(hidden_BtD, weight_VD, **options)
+        values = (x.unflatten(0, labels_Bt.shape) for x in (self._ids_Nk, self._logits_Nk))
+        self.rows = tuple(map(gather_full_rows, values))
+        return loss
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StoredLogProbs:
+    """Stored log-probabilities of a teacher for the M labels of a micro-batch, in their order.
+
+    A forward receives indices in place of labels, and passes each cp rank those of its tokens.
+    """
+
+    full_labels_BT: Tensor  # int64, already shifted
+    ids_Mk: Tensor  # int32 or int64, in [0, V); further rows are ignored
+    log_probs_Mk: Tensor
+
+    @property
+    def labels_BT(self) -> Tensor:
+        """The index of each label in the flattened rows; -100 = no label."""
+        labels_N = self.full_labels_BT.flatten()
+        indices_N = torch.arange(len(labels_N), device=labels_N.device)
+        indices_N = indices_N.where(labels_N != IGNORE_INDEX, IGNORE_INDEX)
+        return indices_N.view_as(self.full_labels_BT)
+
+    def select_local(self, indices_N: Tensor) -> tuple[Tensor, ReadTeacher]:
+        """Return the labels of this rank's tokens, and a function that reads their slices."""
+        full_labels_N, has_label_N = self.full_labels_BT.flatten(), indices_N != IGNORE_INDEX
+        idx_N = indices_N.where(has_label_N, 0)
+        rows_N = ((full_labels_N != IGNORE_INDEX).cumsum(0) - 1)[idx_N].clamp(min=0)
+        labels_N = full_labels_N[idx_N].where(has_label_N, IGNORE_INDEX)
+
+        def read(part: slice) -> tuple[Tensor, Tensor]:
+            return self.ids_Mk[rows_N[part]].long(), self.log_probs_Mk[rows_N[part]]
+
+        return labels_N, read
 
 
 def _compute_logits(hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -206,11 +276,12 @@ def _compute_logits(hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
 def _select_top_k(
     logits_CV: Tensor, k: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the ids, int64, and values of the k largest logits over the ranks of `group`."""
+    """Return the ids, int64, and log-probabilities of the k largest logits over `group`'s ranks."""
+    log_sum_C = _gather_ranks(logits_CV.logsumexp(1), group).logsumexp(0)
     logits_CX, ids_CX = logits_CV.topk(min(k, logits_CV.shape[1]))
     if group is not None:
         pair = logits_CX, ids_CX + logits_CV.shape[1] * group.rank()
         logits_CX, ids_CX = (_gather_ranks(x, group).transpose(0, 1).flatten(1) for x in pair)
         logits_CX, columns_Ck = logits_CX.topk(min(k, logits_CX.shape[1]))
         ids_CX = ids_CX.gather(1, columns_Ck)
-    return ids_CX, logits_CX
+    return ids_CX, logits_CX - log_sum_C[:, None]

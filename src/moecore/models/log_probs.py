@@ -114,7 +114,10 @@ class LogProbLoss(CheckedRecord):
 
 
 def make_adapter_loss(
-    labels_BT: Tensor, adapter_ids_B: Tensor, num_labels_N: Tensor
+    labels_BT: Tensor,
+    adapter_ids_B: Tensor,
+    num_labels_N: Tensor,
+    losses_N: Tensor | None = None,
 ) -> LogProbLoss:
     """Return a cross-entropy whose gradient in each LoRA adapter is the mean over its rows' labels.
 
@@ -126,12 +129,17 @@ def make_adapter_loss(
         adapter_ids_B: int32 or int64, the adapter of each row.
         num_labels_N: number of labels of each of N adapters. With `parallelize_moe(loss="sum")`,
             count the labels of all data ranks and micro-batches of the step.
+        losses_N: fp32, to which the forward adds the loss of each adapter, without a gradient.
     """
     check_arguments(make_adapter_loss, locals())
-    divisors_B = num_labels_N.clamp(min=1).to(labels_BT.device)[adapter_ids_B.to(labels_BT.device)]
+    ids_B = adapter_ids_B.to(labels_BT.device)
+    divisors_B = num_labels_N.clamp(min=1).to(labels_BT.device)[ids_B]
 
     def loss(log_probs_BT: Tensor, _entropy: Tensor | None) -> Tensor:
-        return -(log_probs_BT.sum(1) / divisors_B).sum()
+        losses_B = -log_probs_BT.sum(1) / divisors_B
+        if losses_N is not None:
+            losses_N.index_add_(0, ids_B, losses_B.detach().to(losses_N.dtype))
+        return losses_B.sum()
 
     return LogProbLoss(labels_BT=labels_BT, function=loss)
 

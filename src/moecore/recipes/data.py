@@ -77,11 +77,12 @@ class StepBatch:
     # int32, document bounds of each micro-batch; the last one is repeated to a common length.
     cu_seqlens_An: Tensor | None = None
     num_labels: Tensor  # int64 scalar, the number of labels other than -100
+    extras: tuple[Tensor, ...] = ()  # further tensors [A, ...], which an objective needs
 
     def list_tensors(self) -> tuple[Tensor, ...]:
-        """Return tokens and labels, and padding and document bounds unless they are None."""
+        """Return tokens, labels, padding and document bounds unless they are None, and extras."""
         tensors = (self.tokens_ABT, self.labels_ABT, self.padding_ABT, self.cu_seqlens_An)
-        return tuple(tensor for tensor in tensors if tensor is not None)
+        return tuple(tensor for tensor in (*tensors, *self.extras) if tensor is not None)
 
     def count_labels_and_tokens(self) -> Tensor:
         """Return int64 [4]: labels, non-padding tokens, sum of document length^2, all tokens."""
@@ -142,9 +143,9 @@ class PackedSteps(Steps[StepBatch]):
         tokens = shape.batch_size * T
         shortest = self._lengths.sort().values[:tokens].cumsum(0)
         self._max_documents = int((shortest <= tokens).sum()) + shape.batch_size
-        super().__init__(sampler, self._build_batch)
+        super().__init__(sampler, self.build_batch)
 
-    def _build_batch(self, document_idxs: list[int]) -> StepBatch:
+    def build_batch(self, document_idxs: list[int]) -> StepBatch:
         """Return the batch of one step from the documents at the indices `document_idxs`."""
         rows = self._collator([self._documents[number] for number in document_idxs])
         size = (self._shape.grad_accum, self._shape.batch_size, self._shape.seq_len)

@@ -14,28 +14,33 @@ and chat.py make the examples, finetuning.py has the job, and loop.py the steps.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 
-from moecore.base.command_options import Spelling, Table, make_internal_field
-from moecore.base.fields import Bound, Count, CountOrZero
 from moecore.base.rank_checks import find_difference
-from moecore.families.transformers.lora import LoRAOptions, add_adapters
+from moecore.families.transformers.lora import add_adapters
 from moecore.families.transformers.packing import find_packing_problem
 from moecore.families.transformers.stock import enable_activation_checkpointing
 from moecore.io.hf.config_fields import HFConfig
 from moecore.models import DecoderConfig, document_cost
-from moecore.models.distillation import Distillation
 from moecore.packing import DocumentCost, ScheduledCollator
 from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.planning import TransformersModel
+from moecore.recipes.adapter_tuning import AdapterSteps, AdapterTuning
 from moecore.recipes.data import BatchShape, make_batch_shape
 from moecore.recipes.dry_run import make_planned_run, print_batch, print_plan
+from moecore.recipes.errors import (
+    ARGUMENT_ERRORS,
+    RUN_ERRORS,
+    print_rank_error,
+    print_run_error,
+)
 from moecore.recipes.examples import (
     Examples,
     compute_examples_digest,
@@ -44,103 +49,43 @@ from moecore.recipes.examples import (
     read_examples,
     split_examples,
 )
-from moecore.recipes.files import find_model_directory
+from moecore.recipes.finetune_config import FinetuneConfig, check_options
 from moecore.recipes.finetuning import JOBS, FineTuning
 from moecore.recipes.hf_model import (
     build_hf_model,
     can_pack_documents,
     count_experts,
     find_decoder_config,
-    load_tokenizer,
     load_weights,
     read_config,
     read_tokenizer,
 )
-from moecore.recipes.loop import count_ranks, run, run_command
-from moecore.recipes.optimizer import OptimizerConfig
-from moecore.recipes.options import ShardedConfig, parallelize
+from moecore.recipes.launch import check_environment
+from moecore.recipes.loop import count_ranks, print_on_rank_0, run, run_command
+from moecore.recipes.options import parallelize
 from moecore.recipes.parser import parse
 from moecore.recipes.preferences import make_preference_steps
 from moecore.recipes.report import make_run_dir
-from moecore.recipes.rows import ColumnNames, DatasetOptions
-from moecore.recipes.sdc import SDCOptions
-from moecore.rl import DPO, KTO
-
-PREFIX = Table(prefix=True)
-FINETUNING = OptimizerConfig(lr=1e-5, weight_decay=0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinetuneConfig(ShardedConfig):
-    """Fine-tune a Hugging Face Mixture-of-Experts model on chats, prompts or text.
-
-    Attributes:
-        model: a directory of config, tokenizer and weights, or a name of the hub.
-        data: .jsonl and .parquet files, directories of save_to_disk, hf:NAME, or plain text.
-        objective: "sft" learns answers; "dpo" prefers chosen to rejected answers; "kto" learns
-            which answers are desirable; "distill" learns answers and a teacher's probabilities.
-        eval_data: files for evaluation.
-        eval_share: share of `data` for evaluation instead of training, if `eval_data` is not set.
-        epochs: passes over `data`.
-        max_steps: optimizer steps of the run; None = the steps of `epochs`.
-        recompute: recompute each decoder layer in backward.
-        lora: train LoRA adapters and freeze the weights; None = train all weights.
-        dataset: the format of the data.
-        columns: the names of the columns of the data.
-        dpo: options of objective "dpo".
-        kto: options of objective "kto".
-        distill: options of objective "distill".
-        sdc_check: checks for silent data corruption; None = no checks.
-    """
-
-    model: Annotated[Path, Spelling(alias="hf_config")]  # as `moecore plan --write` names it
-    data: tuple[Path, ...]
-    objective: Literal["sft", "dpo", "kto", "distill"] = "sft"
-    eval_data: tuple[Path, ...] = ()
-    eval_share: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.05
-    epochs: Count = 1
-    max_steps: Count | None = None
-    recompute: bool = False
-    run_dir: Path = Path("runs/tuned")
-    steps: int = make_internal_field(0)
-    batch_size: Count = 4
-    seq_len: Count = 1024
-    eval_every: CountOrZero = 50
-    optimizer: OptimizerConfig = FINETUNING
-    lora: Annotated[LoRAOptions | None, PREFIX] = None
-    dataset: Annotated[DatasetOptions, PREFIX] = DatasetOptions()
-    columns: Annotated[ColumnNames, PREFIX] = ColumnNames()
-    dpo: Annotated[DPO | None, PREFIX] = None
-    kto: Annotated[KTO | None, Table(prefix=True, without=("kl",))] = None
-    distill: Annotated[Distillation | None, PREFIX] = None
-    sdc_check: Annotated[SDCOptions | None, PREFIX] = None
-
-
-def check_objective(args: FinetuneConfig) -> None:
-    """Raise ValueError for options that do not apply to the objective."""
-    for name, job in JOBS.items():
-        options = None if job.options is None else getattr(args, name)
-        if options is not None and args.objective != name:
-            raise ValueError(
-                f"--objective ({args.objective}) must be {name} with options of [{name}]: {options}"
-            )
-    if args.objective == "distill" and args.distill is None:
-        raise ValueError(
-            "--objective (distill) must have a teacher: give --distill-teacher its directory"
-        )
-    for option, value in (
-        ("--cuda-graph", args.cuda_graph or None),
-        ("--dynamic-cp", args.sharding.dynamic_cp),
-        ("--sdc-check-every", args.sdc_check),
-    ):
-        if args.objective != "sft" and value is not None:
-            raise ValueError(f"{option} must not go with --objective {args.objective}: drop it")
+from moecore.recipes.teacher_files import (
+    TeacherFiles,
+    make_distillation_steps,
+    write_teacher_files,
+)
 
 
 def make_step_reader(
-    args: FinetuneConfig, meshes: Meshes, decoder: DecoderConfig | None, *, packs: bool
+    args: FinetuneConfig,
+    meshes: Meshes,
+    decoder: DecoderConfig | None,
+    *,
+    packs: bool,
+    files: TeacherFiles | None,
 ) -> Callable[..., Any]:
     """Return a function of (examples, shape, seed) that returns this data rank's batch reader."""
+    if files is not None:
+        return partial(
+            make_distillation_steps, files=files, data_rank=meshes.data_rank, packs=packs
+        )
     if (make_batch := JOBS[args.objective].make_batch) is not None:
         return partial(make_preference_steps, make_batch=make_batch, data_rank=meshes.data_rank)
     if args.sharding.dynamic_cp is None:
@@ -180,12 +125,31 @@ def read_data(args: FinetuneConfig, *, vocab_size: int) -> tuple[Examples, list[
     return data, examples, held_out
 
 
+def join_data(
+    parts: Collection[tuple[Examples, list[Any], list[Any]]],
+) -> tuple[Examples, list[Any], list[Any]]:
+    """Return the results of several calls of `read_data` as one result."""
+    data, examples, held_out = zip(*parts, strict=True)
+    all_data = Examples(
+        examples=list(chain(*(part.examples for part in data))),
+        num_rows=sum(part.num_rows for part in data),
+        num_cut=sum(part.num_cut for part in data),
+        problems=list(chain(*(part.problems for part in data))),
+    )
+    return all_data, list(chain(*examples)), list(chain(*held_out))
+
+
 def build_job(args: FinetuneConfig) -> FineTuning:
     """Read the data, shard the model and load the last checkpoint, if any; return the job."""
     world_size = int(os.environ["WORLD_SIZE"])
     args, config = check_options(args, world_size)
     make_run_dir(args.run_dir)
-    data, examples, held_out = read_data(args, vocab_size=config.get_text_config().vocab_size)
+    vocab_size, adapters = config.get_text_config().vocab_size, args.list_adapters()
+    of_names = {
+        name: read_data(replace(args, data=files), vocab_size=vocab_size)
+        for name, files in (adapters or {"default": args.data}).items()
+    }
+    data, examples, held_out = join_data(of_names.values())
     meshes = build_meshes(args.make_parallel_config(world_size, num_experts=count_experts(config)))
     shape = make_batch_shape(args, meshes.parallel)
     dtype = torch.bfloat16 if args.optimizer.master_remainder else torch.float32
@@ -194,38 +158,47 @@ def build_job(args: FinetuneConfig) -> FineTuning:
         dtype = args.get_compute_dtype(device)
     hf = build_hf_model(config, args.model, dtype)
     packed_rows = can_pack_documents(hf)  # of the whole model, of which a stage has a part
-    if args.objective != "sft" and not packed_rows:
+    if (args.objective != "sft" or adapters) and not packed_rows:
+        option = "--adapters must be left out" if adapters else "--objective ({}) must be sft"
         raise ValueError(
-            f"--objective ({args.objective}) must be sft for {type(hf).__name__}, because "
+            f"{option.format(args.objective)} for {type(hf).__name__}, because "
             f"{find_packing_problem(hf)} needs rows of one example each"
         )
     if args.recompute:
         enable_activation_checkpointing(hf)
     if args.lora is not None:
-        hf = add_adapters(hf, args.lora)
+        hf = add_adapters(hf, args.lora, *of_names)
     model = build_model(args, hf, meshes, shape)
     job_class: Callable[..., FineTuning] = JOBS[args.objective]
     if (options := JOBS[args.objective].options) is not None:
         reference, path = None, args.model if args.lora is None else None
         if (path := args.distill.teacher if args.distill is not None else path) is not None:
-            hf = build_hf_model(read_config(path), path, args.get_compute_dtype(device))
-            frozen = replace(args, model=path, lora=None)
-            hf.requires_grad_(False)  # before, because frozen experts may be stored in 4 bits
-            reference = build_model(frozen, hf, meshes, shape, is_reference=True).eval()
+            reference = build_reference(args, path, meshes, shape)
         objective = getattr(args, args.objective) or options()
         job_class = partial(job_class, reference=reference, objective=objective)
+    teacher = None if args.distill is None else args.distill.teacher
     data_facts = f"{len(examples)} examples, digest {compute_examples_digest(examples)}"
     facts = {
         "--objective": args.objective,
         "--model": args.model.resolve().name,
-        "--distill-teacher": args.distill and args.distill.teacher.resolve().name,
+        "--distill-teacher": teacher and teacher.resolve().name,
         "--data": data_facts,
     }
+    files = open_teacher_files(args, config, (*examples, *held_out))
+    if files is not None:
+        facts["--distill-log-probs"] = f"{files.path.resolve().name}, k {files.top_k}"
+    if adapters:
+        sizes = (f"{name} {len(parts[1])}" for name, parts in of_names.items())
+        facts["--adapters"] = f"examples of {', '.join(sizes)}"
     if (problem := find_difference(facts, meshes.device_type)) is not None:
         raise ValueError(f"{problem} on every rank: give all hosts the same files")
     decoder = find_decoder_config(args.model)
-    read = make_step_reader(args, meshes, decoder, packs=packed_rows)
-    batches = read(examples, shape, seed=args.seed)
+    read = make_step_reader(args, meshes, decoder, packs=packed_rows, files=files)
+    readers = [read(parts[1], shape, seed=args.seed) for parts in of_names.values()]
+    batches = AdapterSteps(dict(enumerate(readers))) if adapters else readers[0]
+    if adapters:
+        held_out_of = {name: parts[2] for name, parts in of_names.items()}
+        job_class = partial(AdapterTuning, held_out_of=held_out_of)
     args = replace(args, steps=args.max_steps or args.epochs * len(batches.sampler))
     return job_class(
         args=args,
@@ -243,6 +216,27 @@ def build_job(args: FinetuneConfig) -> FineTuning:
         decoder=decoder,
         read=read,
     )
+
+
+def build_reference(args: FinetuneConfig, path: Path, meshes: Meshes, shape: BatchShape) -> Any:
+    """Return the frozen, sharded model of a directory `path`. Collective."""
+    dtype = args.get_compute_dtype(torch.device(meshes.device_type))
+    hf = build_hf_model(read_config(path), path, dtype)
+    hf.requires_grad_(False)  # before, because frozen experts may be stored in 4 bits
+    frozen = replace(args, model=path, lora=None)
+    return build_model(frozen, hf, meshes, shape, is_reference=True).eval()
+
+
+def open_teacher_files(
+    args: FinetuneConfig, config: Any, examples: Sequence[Any]
+) -> TeacherFiles | None:
+    """Return the stored log-probabilities of all examples, None without --distill-log-probs."""
+    if (options := args.distill) is None or options.log_probs is None:
+        return None
+    vocab_size = config.get_text_config().vocab_size
+    files = TeacherFiles(options.log_probs, vocab_size=vocab_size, top_k=options.top_k)
+    files.check(examples)
+    return files
 
 
 def build_model(
@@ -263,59 +257,56 @@ def build_model(
             "one example each"
         )
     num_rows = shape.batch_size * JOBS[args.objective].num_sequences
+    num_rows *= max(1, len(args.list_adapters()))
     max_tokens = (longest or num_rows * shape.seq_len // shape.cp) // meshes.parallel.tp
     parallelize(model, meshes, args, max_tokens=max_tokens, moe=args.make_moe_overrides())
     load_weights(args, model, meshes.device_type, cast=args.lora is not None or is_reference)
     return model
 
 
-def check_options(args: FinetuneConfig, world_size: int) -> tuple[FinetuneConfig, Any]:
-    """Check options for `world_size` ranks; return (options with local paths, HF config)."""
-    args = replace(args, model=find_model_directory(args.model))
-    config = read_config(args.model)
-    parallel = args.make_parallel_config(world_size, num_experts=count_experts(config))
-    args.check_sharding()
-    check_objective(args)
-    if args.sdc_check is not None:
-        args.sdc_check.check(args)
-    args.check_seq_len(parallel)
-    shape = make_batch_shape(args, parallel)
-    if args.objective == "kto" and shape.grad_accum * shape.batch_size < 2:
-        raise ValueError(
-            f"--batch-size ({shape.batch_size}) must be >= 2 with --objective kto, whose KL term "
-            "pairs each prompt with another completion of its data rank: raise it"
-        )
-    if args.distill is not None:
-        args = replace(args, distill=check_teacher(args, args.distill, config))
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if longest and args.seq_len > longest:
-        raise ValueError(
-            f"--seq-len ({args.seq_len}) must be <= max_position_embeddings ({longest}) of --model"
-        )
-    args.logging.check_packages()
-    return args, config
-
-
-def check_teacher(args: FinetuneConfig, distill: Distillation, config: Any) -> Distillation:
-    """Return `distill` with the teacher's local path; ValueError if vocabularies differ."""
-    option = "--distill-teacher"
-    path = find_model_directory(distill.teacher, option)
-    sizes = [x.get_text_config().vocab_size for x in (config, read_config(path, option))]
-    tokens, of_teacher = (load_tokenizer(x, option).get_vocab().items() for x in (args.model, path))
-    if sizes[0] != sizes[1] or not tokens <= of_teacher:
-        raise ValueError(
-            f"{option} ({path}) must have the tokens and vocab_size ({sizes[0]}) of --model, not "
-            f"others ({sizes[1]}): choose a teacher with the same tokenizer"
-        )
-    return replace(distill, teacher=path)
-
-
 parse_arguments = partial(parse, FinetuneConfig, prog="moecore finetune")
 
 
 def run_rank(args: FinetuneConfig) -> int:
-    """Train and export on this rank; return the exit status."""
-    return run(args, build_job)
+    """Train and export on this rank, or write log-probabilities; return the exit status."""
+    options = args.distill
+    if options is None or None in (options.teacher, options.log_probs):
+        return run(args, build_job)
+    try:
+        check_environment()
+        write_log_probs(args)
+    except ARGUMENT_ERRORS as error:
+        return print_rank_error(error, int(os.environ["RANK"]))
+    except RUN_ERRORS as error:
+        return print_run_error(error, args, saves_memory=FineTuning.saves_memory)
+    return 0
+
+
+def write_log_probs(args: FinetuneConfig) -> None:
+    """Write --distill-log-probs: the teacher's log-probabilities of all examples. Collective."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    args, config = check_options(args, world_size)
+    options, vocab_size = args.distill, config.get_text_config().vocab_size
+    assert options is not None and options.teacher and options.log_probs and options.top_k
+    _, examples, held_out = read_data(args, vocab_size=vocab_size)
+    num_experts = count_experts(read_config(options.teacher))
+    meshes = build_meshes(args.make_parallel_config(world_size, num_experts=num_experts))
+    shape = replace(make_batch_shape(args, meshes.parallel), grad_accum=1)
+    teacher = build_reference(args, options.teacher, meshes, shape)
+    all_examples = examples + held_out
+    steps = make_packed_steps(
+        all_examples, shape, seed=None, data_rank=meshes.data_rank, packs=True
+    )
+    write_teacher_files(
+        teacher,
+        meshes,
+        all_examples,
+        steps,
+        options.log_probs,
+        top_k=options.top_k,
+        vocab_size=vocab_size,
+    )
+    print_on_rank_0(f"{options.log_probs} is ready: train without --distill-teacher")
 
 
 def dry_run(args: FinetuneConfig) -> int:
@@ -323,11 +314,14 @@ def dry_run(args: FinetuneConfig) -> int:
     world_size = args.gpus or count_ranks(args)
     args, config = check_options(args, world_size)
     parallel = args.make_parallel_config(world_size, num_experts=count_experts(config))
-    training_run = None
+    training_run, adapters = None, args.list_adapters()
     if args.objective == "sft":
         model = make_planned_model(args, args.model)
-        training_run = make_planned_run(args, model, parallel, world_size)
+        all_rows = replace(args, batch_size=args.batch_size * max(1, len(adapters)))
+        training_run = make_planned_run(all_rows, model, parallel, world_size)
     code = print_plan(args, training_run)
+    if adapters:  # the first batch is of the first adapter
+        args = replace(args, data=next(iter(adapters.values())))
     data, examples, _ = read_data(args, vocab_size=config.get_text_config().vocab_size)
     print(f"data: {data.report}")
     packed_rows = can_pack_documents(build_hf_model(config, args.model))

@@ -13,11 +13,16 @@ from torch import Tensor
 from moecore.base.progress import track_progress
 from moecore.base.streams import copy_to_device
 from moecore.models import DecoderConfig
-from moecore.models.distillation import Distillation, DistillationLoss, TeacherForward
+from moecore.models.distillation import (
+    Distillation,
+    DistillationLoss,
+    StoredLogProbs,
+    TeacherForward,
+)
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.recipes.data import GraphedStep, StepBatch, Steps
 from moecore.recipes.examples import Examples, encode_row
-from moecore.recipes.hf_model import export_run, make_causal_lm_inputs
+from moecore.recipes.hf_model import export_run, make_causal_lm_inputs, make_scored_inputs
 from moecore.recipes.job import TrainingJob
 from moecore.recipes.loop import describe_ranks, describe_start, print_on_rank_0
 from moecore.recipes.metrics import Metrics, compute_padding_and_mfu
@@ -110,13 +115,17 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         """Return the forward arguments of micro-batches; each loss is divided by `num_labels`."""
         return [make_causal_lm_inputs(num_labels, *parts) for parts in micro_batches]
 
-    @torch.no_grad()
     def evaluate(self) -> Metrics:
         """Return "eval_loss" in nats per answer token; {} without evaluation data. Collective."""
         if not self.held_out:
             return {}
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         steps = self.read(self.held_out, replace(self.shape, grad_accum=1), seed=None)
+        return {"eval_loss": self.compute_eval_loss(steps)}
+
+    @torch.no_grad()
+    def compute_eval_loss(self, steps: Steps[Any]) -> float:
+        """Return the mean loss of one pass of `steps`, nats per answer token. Collective."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.model.eval()
         numbers = range(len(steps.sampler))
         for _ in track_progress(numbers, "evaluating", unit="batches", as_lines=True):
@@ -126,7 +135,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         self.model.train()
         dist.all_reduce(sums)
         total, num_tokens = sums.tolist()
-        return {"eval_loss": total / num_tokens}
+        return float(total / num_tokens)
 
     def sum_losses(self, batch: StepBatch | ScheduledBatch) -> Tensor:
         """Return this rank's part of the sum of losses over a batch's answer tokens, 0-dim."""
@@ -270,34 +279,49 @@ class UnpairedTuning(PreferenceTuning):
 
 @dataclass(kw_only=True)
 class DistillationTuning(FineTuning):
-    """The job of objective "distill": answers, and a frozen teacher's logits for them."""
+    """The job of objective "distill": answers, and a teacher's logits or log-probabilities."""
 
-    reference: Any  # the teacher
+    reference: Any  # the frozen teacher; None = batches have its log-probabilities
     objective: Distillation
 
     options: ClassVar[Any] = Distillation
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.reference_step, self._heads = TrainStep(self.reference), list[Tensor]()
+        self.reference_step = None if self.reference is None else TrainStep(self.reference)
+        self._heads = list[Tensor]()
 
     def make_inputs(
         self, num_labels: Tensor, micro_batches: Iterable[Sequence[Tensor]]
     ) -> list[dict[str, Any]]:
-        """Run the teacher's forward; return the student's forward arguments. Collective."""
-        inputs, options = super().make_inputs(num_labels, micro_batches), self.objective
+        """Run forwards of the teacher, if any; return the student's forward arguments. Collective.
+
+        The tensors of a micro-batch without a teacher end with ids and log-probabilities [M, k].
+        """
+        if self.reference_step is None:
+            inputs = [
+                make_scored_inputs(
+                    StoredLogProbs(
+                        full_labels_BT=parts[1], ids_Mk=parts[-2], log_probs_Mk=parts[-1]
+                    ),
+                    *parts[:-2],
+                )
+                for parts in micro_batches
+            ]
+        else:
+            top_k, heads = self.objective.top_k, self._heads
+            inputs = [
+                make_scored_inputs(TeacherForward(parts[1], top_k=top_k, heads=heads), *parts)
+                for parts in micro_batches
+            ]
+            self.reference_step.compute_losses(inputs)
         for arguments in inputs:
-            del arguments["shift_labels"], arguments["num_tokens"]
-            arguments["log_prob_loss"] = TeacherForward(
-                arguments.pop("labels"), top_k=options.top_k, heads=self._heads
-            )
-        self.reference_step.compute_losses(inputs)
-        for arguments in inputs:
+            teacher = arguments["log_prob_loss"]
             arguments["log_prob_loss"] = DistillationLoss(
-                labels_BT=arguments["log_prob_loss"].labels_BT,
+                labels_BT=teacher.labels_BT,
                 num_tokens=num_labels,
-                teacher=arguments["log_prob_loss"],
-                options=options,
+                teacher=teacher,
+                options=self.objective,
             )
         return inputs
 

@@ -68,6 +68,14 @@ def make_causal_lm_inputs(
     return inputs | {"use_cache": False}
 
 
+def make_scored_inputs(loss: Any, *tensors: Tensor) -> dict[str, Any]:
+    """Return the forward arguments of a micro-batch for a `log_prob_loss` with its own labels."""
+    inputs = make_causal_lm_inputs(tensors[1], *tensors)
+    for name in ("labels", "shift_labels", "num_tokens"):
+        del inputs[name]
+    return inputs | {"log_prob_loss": loss}
+
+
 def read_config(path: Path, option: str = "--model") -> Any:
     """Return the transformers config of a model directory; ValueError if it has no experts."""
     from transformers import AutoConfig

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.parallel.mesh import Meshes
@@ -70,6 +70,7 @@ class TrainingJob(ABC, Generic[BatchT]):
             self.model,
             self.optimizers,
             max_norm=args.optimizer.max_norm,
+            clip_groups=self.list_clip_groups(),
             num_micro_batches=self.shape.grad_accum,
             loss_scale=DynamicLossScale() if dtype == torch.float16 else None,
             skip_spikes=args.skip_spikes,
@@ -86,6 +87,10 @@ class TrainingJob(ABC, Generic[BatchT]):
         # Copies of metrics to the host on this stream do not wait for kernels of later steps.
         self.reader = torch.cuda.Stream(priority=-1) if self.device.type == "cuda" else None
         self.peak_tflops = args.peak_tflops or find_peak_tflops(self.device, dtype)
+
+    def list_clip_groups(self) -> list[list[nn.Parameter]] | None:
+        """Return the `clip_groups` of the `TrainStep`."""
+        return None
 
     @abstractmethod
     def print_start(self) -> None:
@@ -127,8 +132,8 @@ class TrainingJob(ABC, Generic[BatchT]):
     def finish(self) -> None:
         """Write the result of the run after its last step."""
 
-    def get_data_metrics(self) -> Metrics:
-        """Return metrics of the last batch that was read."""
+    def get_data_metrics(self) -> dict[str, Any]:
+        """Return metrics of the last batch that was read, as numbers or 0-dim tensors."""
         return {}
 
     def compute_metrics(self, counts: list[int], seconds: float) -> Metrics:

@@ -69,20 +69,22 @@ class LaunchedStep:
     reader: torch.cuda.Stream | None  # on which the host reads, see `TrainingJob`
     timer: Any = None  # of the step's phases on this rank; None = the step is not measured
     times_RP: Tensor | None = None  # times of an earlier step on all ranks, see `Stragglers`
-    extra: Metrics = field(default_factory=dict)  # such as those of an evaluation after the step
+    # Numbers or 0-dim tensors, such as those of an evaluation after the step.
+    extra: dict[str, Any] = field(default_factory=dict)
 
     def read_metrics(self) -> Metrics:
         """Wait until the GPU completes this step; return metrics, identical on all ranks."""
         self.ended.wait_for_gpu()
         with nullcontext() if self.reader is None else torch.cuda.stream(self.reader):
             values = {"loss": self.loss.item(), **self.result.to_dict()}
+            extra = {name: float(value) for name, value in self.extra.items()}
         layers = self.result.metrics.tokens_per_expert
         if layers:  # else a dense model, or a pipeline stage without MoE layers
             loads = [
                 compute_rank_imbalance(get_expert_loads(values, name), self.ep) for name in layers
             ]
             values["rank_load_max_over_mean"] = sum(loads) / len(loads)
-        return values | self.extra
+        return values | extra
 
     def read_counts_and_times(self) -> tuple[list[int], list[list[float]]]:
         """Wait for this step; return counts, and seconds[rank][phase] ([] if not measured)."""

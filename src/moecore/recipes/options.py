@@ -250,7 +250,9 @@ class ShardedConfig(RunConfig):
                 "a recipe too: drop one of them"
             )
         if self.recipe is not None or (self.fp8 and self.precision is None):
-            return Precision(recipe=self.recipe or Recipe(), **self.fp8)
+            only_stores = self.fp8.keys() <= {"frozen", "frozen_dense"}
+            recipe = self.recipe or (None if only_stores else Recipe())
+            return Precision(recipe=recipe, **self.fp8)
         named = Precision.of(self.precision)
         return named and replace(named, **self.fp8)
 

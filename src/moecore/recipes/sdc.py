@@ -92,11 +92,11 @@ class SDCCheck:
 
         def replay(tensors: Sequence[Tensor]) -> tuple[ResultTrace, float]:
             """Run a micro-batch twice; return a trace and the position of the first difference."""
-            traces = []
+            traces, first = [], dict[str, Any](zip(names, tensors, strict=False))
             for _ in range(2):
                 set_rng_states(tensors[len(names) :])
                 with trace_results(self._owner.model) as trace:
-                    run_batch(replace(batch, **dict(zip(names, tensors, strict=False))))
+                    run_batch(replace(batch, **first))
                 self._owner.drop()
                 traces.append(trace)
             return trace, find_difference(*(trace.read() for trace in traces))

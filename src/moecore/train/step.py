@@ -40,6 +40,7 @@ from moecore.train.loss_scale import DynamicLossScale, LossScale
 from moecore.train.rerun import Reruns, drop_step
 from moecore.train.spikes import SpikeLimit, SpikeOptions
 from moecore.train.step_checks import (
+    check_clip_groups,
     check_micro_batch,
     check_micro_batches,
     check_num_micro_batches_is_unchanged,
@@ -70,6 +71,8 @@ class TrainStep:
         loss_scale: options of the loss scale, which fp16 needs. The caller's backward is
             `scale_loss(loss).backward()`; auxiliary losses are scaled here, and clipping divides
             gradients by the scale.
+        clip_groups: groups of parameters, of which each is clipped to `max_norm` by its own norm,
+            such as the parameters of each LoRA adapter; None = all parameters have one norm.
         skip_spikes: skip a step whose gradient norm is far above the previous norms; None = off.
 
     Raises:
@@ -94,6 +97,7 @@ class TrainStep:
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
         max_norm: MaxNorm | None = None,
+        clip_groups: Sequence[Sequence[nn.Parameter]] | None = None,
         num_micro_batches: NumMicroBatches = 1,
         loss_scale: DynamicLossScale | None = None,
         skip_spikes: SpikeOptions | None = None,
@@ -101,14 +105,17 @@ class TrainStep:
         with share_errors():
             check_arguments(TrainStep.__init__, locals())
             models, self.optimizers = check_step_arguments(model, optimizer, loss_scale)
+            check_clip_groups(models, clip_groups)
         self._max_norm = math.inf if max_norm is None else max_norm
+        self._clip_groups = clip_groups
         self._states = [get_moe_state(module) for module in models]
         records = [record for module in models for record in list_parallel_states(module)]
         self._pipeline = records[0].pipeline if len(models) == 1 else None
         self.model: nn.Module = models[0] if len(models) == 1 else nn.ModuleList(models)
         request = self._request = records[0].request
-        entries = {
+        entries: dict[str, Any] = {
             "TrainStep.max_norm": float(self._max_norm),
+            "TrainStep.clip_groups": clip_groups and [len(group) for group in clip_groups],
             "TrainStep.num_micro_batches": num_micro_batches,
             "TrainStep.loss_scale": loss_scale,
             "TrainStep.skip_spikes": skip_spikes,
@@ -381,6 +388,7 @@ class TrainStep:
                 self.model,
                 self._max_norm,
                 self._scale_value,
+                groups=self._clip_groups,
                 has_invalid_grads=self._compute_skip_flag(),
                 skip_threshold=None if self._spikes is None else self._spikes.compute_limit(),
             )
@@ -421,6 +429,7 @@ class TrainStep:
                     self.model,
                     self._max_norm,
                     self.optimizers,
+                    groups=self._clip_groups,
                     loss_scale=self._scale_value,
                     has_invalid_grads=is_wrong,
                     skip_threshold=None if self._spikes is None else self._spikes.compute_limit(),

@@ -39,6 +39,26 @@ def check_step_arguments(
     return models, optimizers
 
 
+def check_clip_groups(
+    models: Sequence[nn.Module], groups: Sequence[Sequence[nn.Parameter]] | None
+) -> None:
+    """Raise ValueError unless groups have each trained parameter once, without pipeline stages."""
+    if groups is None:
+        return
+    if any(list_parallel_states(module)[0].pipeline is not None for module in models):
+        raise ValueError(
+            f"clip_groups ({len(groups)} groups) must be None with pipeline stages, of which each "
+            "has a part of a group's norm: leave it out"
+        )
+    params = [param for group in groups for param in group]
+    trained = {p for module in models for p in module.parameters() if p.requires_grad}
+    if len(params) != len(trained) or set(params) != trained:
+        raise ValueError(
+            f"clip_groups ({len(params)} parameters) must have each of the {len(trained)} trained "
+            "parameters in one group: make them from model.parameters()"
+        )
+
+
 def compare_ranks(
     entries: Mapping[str, Any], model: nn.Module, optimizers: Sequence[Optimizer], request: Request
 ) -> None:

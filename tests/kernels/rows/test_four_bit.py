@@ -25,9 +25,21 @@ def by_definition(blocks: Blocks) -> Tensor:
         else:
             codes = [byte & 15, byte >> 4]
             pair = [E2M1[code % 8] * (-1.0) ** (code // 8) for code in codes]
-            scale = 2.0 ** (scales[2 * i // 32] - 127)
+            if blocks.kind == "mxfp4":
+                scale = 2.0 ** (scales[2 * i // 32] - 127)
+            else:
+                row, column = divmod(2 * i, 2 * blocks.values.shape[-1])
+                of_row = blocks.scales.view(-1, blocks.scales.shape[-1])[row].tolist()
+                scale = e4m3(of_row[column // 16]) * 2.0 ** (of_row[-1] - 127)
         found += [value * scale for value in pair]
     return torch.tensor(found, dtype=torch.float64).view(*blocks.values.shape[:-1], -1)
+
+
+def e4m3(byte: int) -> float:
+    """The value of 8 bits: a sign, 4 bits of exponent, 3 bits of fraction."""
+    sign, exponent, fraction = -1.0 if byte >> 7 else 1.0, byte >> 3 & 15, byte & 7
+    wide = (8 + fraction) / 8 * 2.0 ** (exponent - 7) if exponent else fraction / 8 * 2.0**-6
+    return sign * wide
 
 
 def random_blocks(kind: Any, rows: int, groups: int, device: str = "cpu") -> Blocks:
@@ -40,13 +52,16 @@ def random_blocks(kind: Any, rows: int, groups: int, device: str = "cpu") -> Blo
     if kind == "nf4":
         wide = torch.rand(rows, groups, generator=generator) * torch.exp2(scales - 127.0)
         scales = wide.where(scales > 0, 0)
+    if fmt.has_row_scale:  # all scales of groups that quantising can have, 0 to 448
+        of_groups = torch.randint(0, 127, (rows, groups), generator=generator)
+        scales = torch.cat([of_groups, scales[:, :1]], 1)
     blocks = Blocks(values.view(rows, -1).byte(), scales.to(fmt.scale_dtype), kind)
     return Blocks(blocks.values.to(device), blocks.scales.to(device), kind)
 
 
 @kinds
 def test_values_by_definition(kind: Any) -> None:
-    blocks = random_blocks(kind, 13, 5)
+    blocks = random_blocks(kind, 13, 5 if kind != "nvfp4" else 20)
     assert blocks.values.flatten().bincount(minlength=256).min() > 0
     wanted = by_definition(blocks)
     found = dequantise(blocks, torch.float32)
@@ -76,6 +91,16 @@ def test_nearest_codes(kind: Any) -> None:
     if kind == "nf4":
         scales = amax
         assert torch.equal(blocks.scales.flatten(), amax)
+    elif kind == "nvfp4":
+        largest = x.abs().amax(1).tolist()
+        of_rows = [2.0 ** math.ceil(math.log2(a / 6 / 448)) if a else 0 for a in largest]
+        row_G = torch.tensor(of_rows).repeat_interleave(4)
+        assert torch.equal(blocks.scales[:, -1].float().sub(127).exp2(), torch.tensor(of_rows))
+        of_groups = (amax / 6 / row_G).to(torch.float8_e4m3fn).float()
+        stored = blocks.scales[:, :-1].view(torch.float8_e4m3fn).float()
+        assert torch.equal(stored.flatten(), of_groups)
+        assert ((stored.amax(1) >= 224) & (stored.amax(1) <= 448)).all()
+        scales = of_groups * row_G
     else:
         scales = torch.tensor([2.0 ** (math.floor(math.log2(a)) - 2) if a else 0 for a in amax])
     wanted = scales[:, None, None] * torch.tensor(fmt.values)
@@ -84,11 +109,14 @@ def test_nearest_codes(kind: Any) -> None:
     assert torch.allclose(found, errors, rtol=1e-5, atol=1e-12)
     # bitsandbytes' kernels take the lower code at a border, and a group of zeros stays one.
     assert not dequantise(blocks, torch.float32)[1, : fmt.group].any()
-    borders, values = torch.zeros(fmt.group), sorted(set(fmt.values))
+    borders, values = torch.zeros(64), sorted(set(fmt.values))
+    if kind == "nvfp4":  # all groups of the row then have one scale
+        borders[::16] = max(fmt.values)
     halves = [(a + b) / 2 for a, b in itertools.pairwise(values)]
-    borders[: len(halves)] = torch.tensor(halves)
+    places = [i for i in range(64) if not borders[i]][: len(halves)]
+    borders[places] = torch.tensor(halves)
     borders[-1] = max(values)
-    decoded = dequantise(quantise(borders, kind), torch.float32)[: len(halves)]
+    decoded = dequantise(quantise(borders[: max(fmt.group, 32)], kind), torch.float32)[places]
     assert torch.equal(decoded, torch.tensor(values)[:-1])
 
 
@@ -110,18 +138,22 @@ def test_borders_are_bitsandbytes() -> None:
 @kinds
 def test_values_of_the_format_are_kept(kind: Any) -> None:
     """A second rounding changes nothing, as when a file's MXFP4 comes through bf16."""
-    wide = dequantise(random_blocks(kind, 7, 3), torch.float32)
-    dtype = torch.bfloat16 if kind == "mxfp4" else torch.float32
+    blocks = random_blocks(kind, 7, 3)
+    if kind == "nvfp4":  # a group's largest value is 6, and a row's largest scale above 224
+        blocks.values[:, ::8], blocks.scales[:, 0] = 0x17, 125
+    wide = dequantise(blocks, torch.float32)
+    dtype = torch.float32 if kind == "nf4" else torch.bfloat16
     again = dequantise(quantise(wide.to(dtype), kind), torch.float32)
-    assert torch.allclose(again, wide, rtol=0 if kind == "mxfp4" else 1e-6, atol=0)
+    assert torch.allclose(again, wide, rtol=1e-6 if kind == "nf4" else 0, atol=0)
 
 
 def test_bits_of_a_value() -> None:
-    assert [FORMATS[kind].bits for kind in ("nf4", "mxfp4")] == [4.5, 4.25]
+    assert [FORMATS[kind].bits for kind in ("nf4", "mxfp4", "nvfp4")] == [4.5, 4.25, 4.5]
     for kind in KINDS:
         blocks = random_blocks(kind, 2, 3)
         numel = 2 * blocks.values.numel()
-        assert sum(t.nbytes for t in blocks.tensors()) * 8 == FORMATS[kind].bits * numel
+        num_bytes = sum(t.nbytes for t in blocks.tensors()) - 2 * FORMATS[kind].has_row_scale
+        assert num_bytes * 8 == FORMATS[kind].bits * numel
 
 
 @kinds
@@ -137,7 +169,8 @@ def test_kernel_has_the_references_bits(kind: Any, shape: tuple[int, int], devic
         wanted, found = dequantise_ref(blocks, dtype), dequantise(blocks, dtype)
         assert found.is_contiguous() and found.dtype == dtype
         assert torch.equal(found.nan_to_num(7), wanted.nan_to_num(7))
-    views = Blocks(blocks.values[:, : FORMATS[kind].group // 2], blocks.scales[:, :1], kind)
+    columns = [0, -1] if FORMATS[kind].has_row_scale else [0]
+    views = Blocks(blocks.values[:, : FORMATS[kind].group // 2], blocks.scales[:, columns], kind)
     assert torch.equal(
         dequantise(views, torch.float32).nan_to_num(7),
         dequantise_ref(blocks, torch.float32)[:, : FORMATS[kind].group].nan_to_num(7),

@@ -188,6 +188,23 @@ def test_fused_optimizers_clip_in_their_steps(max_norm: float, split: int) -> No
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_groups_are_clipped_by_their_own_norms(fused: bool) -> None:
+    plain, ours = make_model(), make_model()
+    params, trained = list(plain.parameters()), list(ours.parameters())
+    optimizers = [torch.optim.SGD(p, 0.1, fused=f) for p, f in ((params, None), (trained, fused))]
+    for model in (plain, ours):
+        loss_of(model).backward()
+    total = float(torch.nn.utils.get_total_norm([p.grad for p in params]))
+    norms = [float(torch.nn.utils.clip_grad_norm_(part, 0.1)) for part in (params[:3], params[3:])]
+    assert min(norms) > 0.1 and norms[0] != norms[1]
+    optimizers[0].step()
+    norm = clip_and_step(ours, 0.1, optimizers[1:], groups=[trained[3:], trained[:3]])
+    assert norm.total == pytest.approx(total, rel=1e-6)
+    for a, b in zip(params, trained, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
 def test_an_optimizer_of_a_part_is_refused() -> None:
     """The others would step unclipped, and with a nan."""
     model = make_model()

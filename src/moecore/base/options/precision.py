@@ -19,7 +19,7 @@ Format = Literal["e4m3", "e5m2"]
 Hidden = Literal["wide", "fp8", "microscaled"]
 KeepHidden = Literal["auto", "wide", "fp8"]
 RecipeBackend = Literal["moecore", "te"]
-FrozenFormat = Literal["nf4", "mxfp4"]
+FrozenFormat = Literal["nf4", "mxfp4", "nvfp4"]
 Block = tuple[int | None, int | None]  # rows and columns that share a scale; None = all
 
 ACTIVATION_BLOCKS: dict[Scaling, Block] = {
@@ -219,8 +219,8 @@ class Precision(CheckedRecord):
             kernel; a log line gives the reason. By default, a missing kernel is an error.
         fp8_head: run the head's three products of the chunked loss (`linear_cross_entropy`) in FP8,
             in the "blockwise" recipe. Returned logits and log-probabilities are not affected.
-        frozen: 4-bit format in which frozen routed experts are stored: "nf4" or "mxfp4". Their
-            matrix products are in the compute dtype. None = experts keep their dtype.
+        frozen: 4-bit format in which frozen routed experts are stored: "nf4", "mxfp4" or "nvfp4".
+            Their matrix products are in the compute dtype. None = experts keep their dtype.
         frozen_dense: also store the frozen linears of attention, dense MLPs and shared experts in
             the format `frozen`, replicated over data ranks. Linears with a recipe keep their dtype.
     """
@@ -265,8 +265,8 @@ class Precision(CheckedRecord):
         """Convert the argument `precision` of a call to a `Precision`; None = no FP8.
 
         "auto" = "blockwise" for routed experts if it is faster. A name of `Recipe.scaling`, or a
-        `Recipe`, applies to all roles. "nf4" and "mxfp4" are formats of frozen experts. An unknown
-        value raises a ValueError.
+        `Recipe`, applies to all roles. "nf4" and "mxfp4" are formats of frozen experts, and "nvfp4"
+        is a scaling. An unknown value raises a ValueError.
         """
         if precision is None or isinstance(precision, Precision):
             return precision
@@ -299,8 +299,8 @@ PRECISIONS = Registry(
     "precision",
     {
         "auto": Precision(recipe=Recipe(), roles=("experts",), only_faster=True),
-        **{scaling: Precision(recipe=Recipe(scaling=scaling)) for scaling in SCALINGS},
         **{frozen: Precision(frozen=frozen) for frozen in get_args(FrozenFormat)},
+        **{scaling: Precision(recipe=Recipe(scaling=scaling)) for scaling in SCALINGS},
     },
 )
 NamedPrecision = Annotated[PrecisionName | str, OneOf(PRECISIONS)]

@@ -347,17 +347,15 @@ class LoRAOptions(CheckedRecord):
                 yield name, "be PATTERN=NUMBER, regular expressions with numbers >= 1: correct it"
 
 
-def add_adapters(model: nn.Module, options: LoRAOptions) -> Any:
-    """Add LoRA adapters to a model in place, before `parallelize_moe`; return its PeftModel."""
+def add_adapters(model: nn.Module, options: LoRAOptions, *names: str) -> Any:
+    """Add LoRA adapters to a model on meta, before `parallelize_moe`; return its PeftModel."""
+    names = names or ("default",)
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise ValueError("[lora] must have peft installed: pip install peft") from None
-    linears = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-    } - (HEADS | ROUTERS)
+    linears = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    linears -= HEADS | ROUTERS
     for name in options.target_modules:
         if name not in linears:
             raise ValueError(
@@ -382,8 +380,11 @@ def add_adapters(model: nn.Module, options: LoRAOptions) -> Any:
     )
     with warnings.catch_warnings():  # peft's check of patterns does not know the experts' names
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match")
-        adapted_model = get_peft_model(model, config)
+        adapted_model = get_peft_model(model, config, adapter_name=names[0])
+        for name in names[1:]:
+            adapted_model.add_adapter(name, config, low_cpu_mem_usage=True)
     tuner: Any = adapted_model.base_model
+    tuner.set_adapter(list(names) if len(names) > 1 else names[0])
     adapted: list[str] = tuner.targeted_module_names + tuner.targeted_parameter_names
     for pattern in _read_patterns(options.rank_pattern + options.alpha_pattern):
         if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in adapted):

@@ -84,9 +84,16 @@ class GradientNorm:
         """Whether the step is skipped. The first access synchronises the host."""
         return bool(self.non_finite if self._limit is None else self.skipped)
 
-    def compute_divisor(self, max_norm: float) -> Tensor:
-        """Return the divisor that clips gradients, max(1, (norm + 1e-6) / max_norm), on device."""
-        return ((self.total_on_device + 1e-6) / max_norm).clamp(min=1.0).float()
+    def compute_divisor(self, max_norm: float, idxs: Sequence[int] | None = None) -> Tensor:
+        """Return the divisor that clips gradients, max(1, (norm + 1e-6) / max_norm), on device.
+
+        The norm is of the parameters at the indices `idxs`; None = of all parameters.
+        """
+        norm = self.total_on_device
+        if idxs is not None:
+            idxs_n = torch.tensor(idxs, dtype=torch.int64, device="cpu")
+            norm = self._squares[copy_to_device(idxs_n, self._squares.device)].sum().sqrt()
+        return ((norm + 1e-6) / max_norm).clamp(min=1.0).float()
 
     @property
     def finite(self) -> bool:
@@ -147,6 +154,7 @@ def unscale_and_clip_(
     max_norm: float,
     loss_scale: Tensor | None,
     *,
+    groups: Sequence[Sequence[nn.Parameter]] | None = None,
     has_invalid_grads: Tensor | None = None,
     skip_threshold: Tensor | None = None,
 ) -> GradientNorm:
@@ -154,12 +162,14 @@ def unscale_and_clip_(
 
     The norm is of unscaled gradients, and nan if `has_invalid_grads` (a device bool) is True on any
     rank. Gradients with a norm above `skip_threshold` (a device scalar) become None. `loss_scale`
-    is an fp32 device scalar; with a scale no warning is printed.
+    is an fp32 device scalar; with a scale no warning is printed. With `groups` of parameters, each
+    group is clipped by its own norm; the returned norm is of all parameters.
     """
     check_no_added_parameter(model)
     owner, stages = find_staged_module(model)
     params = _list_trained_params(owner)
     norm = _compute_grad_norm(params, stages, loss_scale, has_invalid_grads, skip_threshold)
+    max_norm = _clip_groups_(params, norm, max_norm, groups)
     _scale_gradients(params, norm, max_norm, loss_scale)
     return norm
 
@@ -170,13 +180,14 @@ def clip_and_step(
     max_norm: float,
     optimizers: Sequence[torch.optim.Optimizer],
     *,
+    groups: Sequence[Sequence[nn.Parameter]] | None = None,
     loss_scale: Tensor | None = None,
     has_invalid_grads: Tensor | None = None,
     skip_threshold: Tensor | None = None,
 ) -> GradientNorm:
     """Unscale and clip gradients, step the optimizers, and return the norm before clipping.
 
-    The arguments are as in `unscale_and_clip_`. No host sync if all optimizers are fused.
+    The other arguments are as in `unscale_and_clip_`. No host sync if all optimizers are fused.
     """
     signals: dict[str, Tensor] = {}
     with annotate_range("moecore::clip"):
@@ -184,6 +195,7 @@ def clip_and_step(
         params = _list_trained_params(owner)
         _check_optimizers(optimizers, params)
         norm = _compute_grad_norm(params, stages, loss_scale, has_invalid_grads, skip_threshold)
+        max_norm = _clip_groups_(params, norm, max_norm, groups)
         if all(map(_can_skip_on_device, optimizers)):
             signals["found_inf"] = norm.skipped.float()  # 1 = the optimizers skip the step
             divisors = [] if loss_scale is None else [loss_scale]
@@ -304,6 +316,24 @@ def _count_shards(param: Tensor) -> int:
             if not placement.is_replicate():
                 shards *= param.device_mesh.size(mesh_dim)
     return shards
+
+
+def _clip_groups_(
+    params: list[tuple[str, nn.Parameter]],
+    norm: GradientNorm,
+    max_norm: float,
+    groups: Sequence[Sequence[nn.Parameter]] | None,
+) -> float:
+    """Clip each group in place by its own norm, without a host sync; return the remaining limit."""
+    if groups is None or max_norm == math.inf:
+        return max_norm
+    idx_of = {param: i for i, (_, param) in enumerate(params)}
+    for group in groups:
+        factor = 1 / norm.compute_divisor(max_norm, [idx_of[param] for param in group])
+        grads = [get_local_tensor(param.grad) for param in group if param.grad is not None]
+        for grad in grads:
+            grad.mul_(factor.to(grad.device))
+    return math.inf
 
 
 def _scale_gradients(
