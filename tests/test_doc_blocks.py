@@ -1,6 +1,6 @@
 """Blocks of pages run as they stand there, with nothing but a tiny model in a directory beside."""
 
-import importlib
+import importlib.metadata
 import os
 import re
 import shutil
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from tests.helpers.ranks import run_ranks
 
@@ -67,10 +68,16 @@ def worker(rank: int, device: torch.device, root: str, code: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ALONE)
 def test_a_block_runs_alone(name: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("trl", "datasets") if name == "TRL" else ():
-        pytest.importorskip(module)
+    code = code_of(*ALONE[name])
+    if name == "TRL":
+        for module in ("trl", "datasets"):
+            pytest.importorskip(module)
+        if Version(importlib.metadata.version("transformers")) < Version("5.23"):
+            # generate raises with output_router_logits, which SFTTrainer has set.
+            code, grpo, _ = code.partition("def few_tokens")
+            assert grpo
     monkeypatch.setenv("MOECORE_HOST", f"pages-{os.getpid()}")
-    run_ranks(1, worker, str(tiny), code_of(*ALONE[name]))
+    run_ranks(1, worker, str(tiny), code)
     shutil.rmtree(f"/dev/shm/moecore-{os.getuid()}-pages-{os.getpid()}", ignore_errors=True)
 
 

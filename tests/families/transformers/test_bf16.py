@@ -83,6 +83,7 @@ def stock_in_bf16(family: str, path: Path) -> Any:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", beside(taken(), {*taken()} - {*BY_DAY}))
 def test_a_family_in_bf16(family: str, meshes: Meshes, tmp_path: Path) -> None:
+    fm.skip_unless_in_bf16(family)
     plain = fm.tiny_model(family)
     plain.save_pretrained(tmp_path)
     given = fm.batch(plain, SEEDS.get(family, 0))

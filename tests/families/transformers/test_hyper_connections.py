@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from moecore.families.family import find_family
 from moecore.families.transformers import fused_modules
 from moecore.families.transformers.fused_modules import fuse_hyper_connections
-from tests.families.transformers.family_models import batch, loss_of, tiny_model
+from tests.families.transformers.family_models import IS_BEFORE_5_23, batch, loss_of, tiny_model
 from tests.families.transformers.hf_models import enable_checkpointing
 
 
@@ -108,6 +108,7 @@ def test_gradient_checkpointing_recomputes_them(stock: Any, calls: list[int]) ->
         assert apart <= 1e-5 * tensor.abs().max(), name
 
 
+@pytest.mark.skipif(IS_BEFORE_5_23, reason="layers of transformers < 5.23 drop it before forward")
 def test_gradient_checkpointing_keeps_a_cache_without_gradients(stock: Any) -> None:
     """Nothing is recomputed then: a token after cached ones is that of the full row."""
     ids, model = batch(stock, 0)["input_ids"], fused(stock)

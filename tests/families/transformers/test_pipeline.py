@@ -52,7 +52,9 @@ def sparse() -> nn.Module:
 def with_indexers(family: str, **values: Any) -> nn.Module:
     """Return a tiny model whose layers, as many as `indexer_types`, have chosen keys."""
     kind, number = family_models.model_class(family), len(values["indexer_types"])
-    values |= {"num_hidden_layers": number, "layer_types": ["indexed_attention"] * number}
+    # "indexed_attention", or another name before transformers 5.18
+    layer_types = kind.config_class().layer_types[:1] * number
+    values |= {"num_hidden_layers": number, "layer_types": layer_types}
     config = family_models.tiny_config(kind.config_class, values)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
@@ -67,6 +69,13 @@ def sharing() -> nn.Module:
     kinds = ["full", "shared", "shared", "full"]
     mlps = ["dense"] + ["sparse"] * 3
     return with_indexers("glm_moe_dsa", indexer_types=kinds, mlp_layer_types=mlps)
+
+
+def inkling() -> nn.Module:
+    if family_models.IS_BEFORE_5_23:
+        pytest.skip("Inkling of transformers < 5.23 has a norm between embedding and layers")
+    model: nn.Module = family_models.tiny_model("inkling")
+    return model
 
 
 FAMILIES = {
@@ -85,7 +94,7 @@ FAMILIES = {
     "the device of an embedding is read": lambda: family_models.tiny_model("llama4"),
     "the dtype of a head is read": lambda: with_indexers("hy_v4", indexer_types=["full"] * 2),
     "factors of embeddings": lambda: family_models.tiny_model("granitemoe"),
-    "factors in front of the head": lambda: family_models.tiny_model("inkling"),
+    "factors in front of the head": inkling,
     "a tower": lambda: family_models.tiny_model("qwen3_vl_moe"),
     "streams, side by side": lambda: family_models.tiny_model("qwen4_exp"),
     "streams, stacked, and choices by token id": lambda: family_models.tiny_model("deepseek_v4"),

@@ -416,6 +416,8 @@ def test_the_end_of_a_step_raises_what_was_missing(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(phases, "find_peer_store_problem", lambda group, device_type: None)
     monkeypatch.setattr(phases, "find_local_peer_problem", lambda num_ranks, device_type: None)
     monkeypatch.setattr(phases, "ExchangePool", EmulatedExchangePool)
+    # The other rank sends the same; a fake group of torch 2.11 leaves the output as it was.
+    monkeypatch.setattr(dist, "all_to_all_single", lambda out, x, group: out.copy_(x))
     config = MoEConfig(dim=16, hidden_dim=8, num_experts=4, top_k=2)
     model = nn.Sequential(*(MoELayer(config, device="meta") for _ in range(3)))
     nvlink = NVLinkOptions(max_tokens=8, row_factor=None)

@@ -8,6 +8,7 @@ Legend: T tokens, K experts per token, D model dim, E local experts.
 
 from __future__ import annotations
 
+import ctypes
 from functools import lru_cache, wraps
 from typing import Any, NamedTuple
 
@@ -76,7 +77,7 @@ def experts_forward(
         [T, D] in the dtype of `hidden_states`, summed in fp32 and rounded once. No host sync in
         bf16 on Hopper.
     """
-    _store_plan_if_missing(experts)
+    _store_plan_if_missing(id(experts))
     plan: ExpertsPlan = getattr(experts, PLAN)
     x_TD, weights = _cast_operands(experts, plan.layout, hidden_states)
     if not getattr(experts, "has_post_expert_norm", False):
@@ -96,8 +97,10 @@ def experts_forward(
 
 
 @torch.compiler.assume_constant_result  # runs while torch.compile traces
-def _store_plan_if_missing(experts: Any) -> None:
+def _store_plan_if_missing(experts_id: int) -> None:
     """Store the `ExpertsPlan` of an experts module as its attribute in the first forward."""
+    # The id, because Dynamo of torch 2.11 passes no module to a function that it does not trace.
+    experts: Any = ctypes.cast(experts_id, ctypes.py_object).value
     if PLAN in vars(experts):
         return
     layout = read_layout(experts)

@@ -166,7 +166,8 @@ def make_empty_microscaled_rows(x_SD: Tensor, recipe: Recipe) -> tuple[Tensor, T
     """Return uninitialised results of `pack_microscaled_rows`."""
     (S, D), is_nvfp4, new = x_SD.shape, recipe.scaling == "nvfp4", x_SD.new_empty
     values = new(S, D // (1 + is_nvfp4), dtype=torch.uint8 if is_nvfp4 else FP8)
-    return values, new(S, D // recipe.weight_multiple + is_nvfp4, dtype=torch.uint8)
+    # int, because a SymInt of torch 2.11 adds no bool
+    return values, new(S, D // recipe.weight_multiple + int(is_nvfp4), dtype=torch.uint8)
 
 
 def pack_microscaled_rows(x_SD: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
