@@ -128,7 +128,7 @@ def _describe_measurement(args: Any, first_layout: Layout) -> str:
 def _format_command(args: Any, run: TrainingRun) -> str:
     """Return the `moecore plan` command with the degrees and options of a run."""
     model = ["--config", str(args.config)] if args.preset is None else ["--preset", args.preset]
-    gpus = ["--gpus", str(args.gpus)]
+    gpus = [*(["--finetune"] if args.finetune else []), "--gpus", str(args.gpus)]
     gpus += ["--gpu" if args.gpu_spec is None else "--gpu-spec", format_gpu_name(args)]
     return shlex.join(["moecore", "plan", *model, *gpus, *format_flags(run)])
 

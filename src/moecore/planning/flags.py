@@ -74,6 +74,8 @@ class PlannedConfig:
         offload_frozen: keep frozen experts in host memory, with a 4-bit precision.
         offload_params: keep weights, gradients and optimizer state in host memory, with degrees.
         lora_rank: rank of LoRA adapters, with --config and degrees; None = all weights are trained.
+        finetune: plan the class of transformers, which moecore finetune trains, with --config;
+            otherwise moecore's decoder of the same sizes, if there is one.
         checkpointing: recompute each layer, as transformers does, with --config.
         stash: save expert activations in a paged buffer, with dispatcher nvlink.
         row_factor: capacity of dispatcher nvlink / rows of even loads; None = 2.0 within nodes.
@@ -105,6 +107,7 @@ class PlannedConfig:
     offload_frozen: bool = False
     offload_params: bool = False
     lora_rank: int | None = None
+    finetune: bool = False
     checkpointing: bool = False
     moments: MomentDtype = "float32"
     stash: bool = False
@@ -253,11 +256,11 @@ def parse_layout(text: str) -> Layout:
 
 def _parse_model(args: Any) -> AnyModel:
     """Return the model of `--preset` or `--config`, with max_seq_len of at least `--seq-len`."""
-    if args.lora_rank is not None or args.checkpointing:
+    if args.finetune or args.lora_rank is not None or args.checkpointing:
         if args.preset:
             raise ValueError(
-                f"--preset ({args.preset}) must not go with --lora-rank and --checkpointing, which "
-                "are for classes of transformers: use --config"
+                f"--preset ({args.preset}) must not go with --lora-rank, --checkpointing "
+                "and --finetune, which are for classes of transformers: use --config"
             )
         lora = None if args.lora_rank is None else LoRAOptions(rank=args.lora_rank)
         return replace(TransformersModel.of(args.config), lora=lora, recompute=args.checkpointing)
@@ -305,9 +308,8 @@ def _parse_precision(args: Any) -> Precision | None:
 
 def _parse_memory_options(args: Any) -> MemoryOptions:
     """Return the memory options of the flags."""
-    parts = MemoryOptions(recompute=args.recompute).parts
     return MemoryOptions(
-        recompute="gemm_last" if args.recompute == ("gemm_last",) else parts,
+        recompute="gemm_last" if args.recompute == ("gemm_last",) else args.recompute,
         offload=args.offload,
         stash=StashOptions() if args.stash else None,
         offload_frozen=args.offload_frozen,

@@ -19,7 +19,6 @@ from typing import Any, get_args
 
 from moecore.base.fields import check_arguments
 from moecore.base.options.dispatch import DispatchOptions
-from moecore.base.options.memory import GEMM_LAST
 from moecore.base.options.names import PrecisionName
 from moecore.base.options.precision import Precision
 from moecore.models.config import DecoderConfig
@@ -35,11 +34,9 @@ VALUES = (bool, int, float, str)
 def format_option_flags(run: TrainingRun) -> list[str]:
     """Return the flags of `moecore plan` for a run's options that change its memory."""
     memory, options, fraction = run.memory, run.optimizer, run.optimizer.offload_fraction
-    parts: tuple[str, ...] = tuple(part for part in memory.parts if part not in GEMM_LAST)
-    has_gemm_last = len(parts) + len(GEMM_LAST) == len(memory.parts)
     values: dict[str, Any] = {
         "precision": None if run.precision is None else _format_precision(run.precision).strip("'"),
-        "recompute": ("gemm_last", *parts) if has_gemm_last else memory.parts,
+        "recompute": memory.recompute,
         "offload": memory.offload,
         "offload-frozen": memory.offload_frozen,
         "offload-params": memory.offload_params,
