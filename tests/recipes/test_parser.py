@@ -259,11 +259,12 @@ def test_a_planned_run_is_a_file_of_options(pretrain, tmp_path, flags) -> None:
 
 SHARED = (
     "--seq-len 64 --batch-size 4 --ep 2 --row-factor 1.5 --dense-strategy optim --fp8-dispatch"
-    " --master-remainder --state-offload 0.5 --offload experts --precision nf4"
+    " --master-remainder --state-offload 0.5 --offload attention --stash --precision nf4"
+    " --dispatcher nvlink --prefetch-blocks 2 --lora-rank 2"
 )
 TUNED = (
     "--data a --memory-recompute gemm_last qkv_proj --moment-dtype bfloat16 --grad-accum 4"
-    " --dispatcher nvlink --lora-rank 2 --recompute"
+    " --recompute"
 )
 SAME_PLANNED = "--recompute gemm_last qkv_proj --moments bfloat16 --micro-batches 4"
 
@@ -282,20 +283,21 @@ def test_a_plan_of_finetuning_is_that_of_its_dry_run(tmp_path: Path) -> None:
     model = finetune.make_planned_model(args, tmp_path)
     trained = make_planned_run(args, model, args.make_parallel_config(8, num_experts=8), 8)
     command = ["--config", str(tmp_path), "--gpus", "8", *planned]
-    adapters = ["--lora-rank", "2", "--checkpointing"]
     for more, changes in (
-        (adapters, {}),
-        (["--finetune"], dict(model=replace(model, lora=None, recompute=False))),
+        (["--checkpointing"], {}),
+        (["--finetune"], dict(model=replace(model, recompute=False))),
     ):
         run = parse_run(parse(PlanConfig, [*command, *more], prog="moecore plan"))
         assert replace(run, parallel=run.resolved) == replace(trained, **changes)
+    command = command[: command.index("--lora-rank")]
     native = parse_run(parse(PlanConfig, command, prog="moecore plan")).model
     assert isinstance(native, DecoderConfig)  # which `moecore pretrain --hf-config` trains
 
 
 def test_what_a_file_of_options_cannot_have(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "plan.toml"
-    command = f"plan --preset tiny --gpus 2 --ep 2 --seq-len 128 --stash --write {file}"
+    command = "plan --preset tiny --gpus 2 --ep 2 --seq-len 128 --stash --row-factor None"
+    command = f"{command} --write {file}"
     assert main(command.split()) == 1
     assert "nvlink.row_factor (None) must be a number" in capsys.readouterr().err
     assert not file.exists()
