@@ -53,6 +53,7 @@ from benchmarks.bench_train import free_memory
 from benchmarks.records import append_rows, results_path
 from moecore.base.torch_private import get_local_tensor
 from moecore.models.size import num_params
+from moecore.planning.options import Sharding
 from moecore.recipes import finetune, loop, tiny_model, train
 from moecore.recipes.corpus_training import get_dispatcher_name
 from moecore.recipes.determinism import use_deterministic_algorithms
@@ -61,7 +62,6 @@ from moecore.recipes.generate import SampleOptions
 from moecore.recipes.launch import exit_rank, launch
 from moecore.recipes.metrics import LoggerOptions
 from moecore.recipes.optimizer import OptimizerConfig
-from moecore.recipes.options import Sharding
 from moecore.recipes.train import TrainConfig
 
 Row = dict[str, Any]

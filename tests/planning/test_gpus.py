@@ -22,6 +22,7 @@ from moecore.planning import (
 from moecore.planning.flags import PlanConfig, parse_run
 from moecore.planning.gpus import GPUS, count_peers, find_gpu_name, find_time_refusal, read_gpu
 from moecore.planning.layouts import Layout, list_option_sets, make_run
+from moecore.planning.recipe import format_run_flags
 from moecore.recipes.parser import parse
 
 
@@ -86,6 +87,12 @@ def test_stores_stay_among_the_peers_of_a_server(gpu: Any, ep: int, has_stores: 
     for found in (run, parse_run(options)):
         assert (found.nvlink is not None) == has_stores
         assert found.num_peers == count_peers(gpu, request.ranks_per_domain)
+    for changed in (
+        replace(run, nvlink=None),
+        replace(run, precision=Precision(frozen="nvfp4", frozen_dense=True)),
+    ):
+        options = parse(PlanConfig, [*flags[:6], *format_run_flags(changed)], prog="moecore plan")
+        assert parse_run(options) == changed
     if not has_stores:
         unless = rf"unless it is > 1 and divides num_peers \({run.num_peers}\): leave it out"
         message = rf"nvlink .* be None with ep \* etp \({ep}\), {unless}"

@@ -41,7 +41,7 @@ from moecore.planning.layouts import (
     make_run,
 )
 from moecore.planning.option_sets import TWICE
-from moecore.planning.recipe import format_flags, format_python_calls
+from moecore.planning.recipe import format_python_calls, format_run_flags
 from moecore.planning.run import MAX_IN_FLIGHT, MAX_LAYERS, MAX_STAGES, list_stages
 from moecore.planning.search import (
     MAX_DIVISORS,
@@ -332,7 +332,7 @@ def test_what_is_printed_is_read_back(capsys: pytest.CaptureFixture[str]) -> Non
     """Each row's flags plan the row's run again, and the last line is the first one's command."""
 
     def planned(words: list[str], run: TrainingRun) -> TrainingRun:
-        words = [*words, *format_flags(run)][1:]
+        words = [*words, *format_run_flags(run)][1:]
         return parse_run(parse(PlanConfig, words, prog="moecore plan"))
 
     same = ["plan", "--preset", "tiny-deepseek-v3", "--gpus", "16"]
@@ -404,9 +404,9 @@ def test_an_option_that_is_not_read_is_refused(more, named, capsys) -> None:
 
 def test_a_dry_run_refuses_what_it_does_not_read(capsys: pytest.CaptureFixture[str]) -> None:
     call = ["dry-run", "--preset", "tiny", "--gpus", "2"]
-    assert main([*call, "--chunks", "0"]) == 2
+    assert main([*call, "--chunks", "2"]) == 2
     error = capsys.readouterr().err
-    assert error == "moecore: --chunks (0) must be left out: there are no stages without --pp\n"
+    assert error == "moecore: --chunks (2) must be left out: there are no stages without --pp\n"
     assert main([*call, "--micro-batches", "257"]) == 1
     assert "num_micro_batches (257) must be <= 256 for a dry run" in capsys.readouterr().err
 

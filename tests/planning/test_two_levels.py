@@ -16,7 +16,7 @@ from moecore.models import preset
 from moecore.moe.dispatch.exchange import COPY, REDUCE, SPREAD
 from moecore.planning import CostTable, TrainingRun, dry_run, plan_memory, plan_time
 from moecore.planning.gpus import GPUS, count_domain_ranks
-from moecore.planning.recipe import format_flags, format_python_calls
+from moecore.planning.recipe import format_python_calls, format_run_flags
 from moecore.planning.record import Work
 
 T, D, E, K = 4096, 7168, 256, 8
@@ -139,7 +139,7 @@ def test_flags_and_calls_are_those_of_the_run(capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr().out
     assert "ParallelConfig(ep=64), ranks_per_domain=8)" in printed
     assert "dispatch=DispatchOptions(name='hierarchical', nvlink=NVLinkOptions())," in printed
-    assert "--dispatcher hierarchical" in " ".join(format_flags(RUN))
+    assert "--dispatcher hierarchical" in " ".join(format_run_flags(RUN))
     assert "ranks_per_domain=4" in format_python_calls(RUN)
 
 

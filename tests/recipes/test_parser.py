@@ -1,4 +1,5 @@
 import importlib
+import json
 import os
 import socket
 from dataclasses import replace
@@ -12,10 +13,11 @@ import torch
 from moecore import NVLinkOptions
 from moecore.base.command_options import list_options, read_field_texts
 from moecore.cli import main
-from moecore.models import Decoder, preset
+from moecore.models import Decoder, DecoderConfig, preset
 from moecore.planning.flags import PlanConfig, parse_run
 from moecore.recipes import finetune, grpo, train
 from moecore.recipes import pretrain as pretrain_module
+from moecore.recipes.dry_run import make_planned_run
 from moecore.recipes.parser import format_toml, parse
 
 FLAGS = (
@@ -255,9 +257,47 @@ def test_a_planned_run_is_a_file_of_options(pretrain, tmp_path, flags) -> None:
     assert args.precision is None and args.dtype == "bfloat16"
 
 
+SHARED = (
+    "--seq-len 64 --batch-size 4 --ep 2 --row-factor 1.5 --dense-strategy optim --fp8-dispatch"
+    " --master-remainder --state-offload 0.5 --offload attention --stash --precision nf4"
+    " --dispatcher nvlink --prefetch-blocks 2 --lora-rank 2"
+)
+TUNED = (
+    "--data a --memory-recompute gemm_last qkv_proj --moment-dtype bfloat16 --grad-accum 4"
+    " --recompute"
+)
+SAME_PLANNED = "--recompute gemm_last qkv_proj --moments bfloat16 --micro-batches 4"
+
+
+def test_a_plan_of_finetuning_is_that_of_its_dry_run(tmp_path: Path) -> None:
+    """Both commands build equal records of equal options, with the class that is trained."""
+    pytest.importorskip("transformers", minversion="5", reason="the class that is trained")
+    qwen3 = dict(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"])
+    qwen3 |= dict(num_hidden_layers=2, hidden_size=64, vocab_size=128, moe_intermediate_size=32)
+    qwen3 |= dict(num_attention_heads=8, num_key_value_heads=4, head_dim=16, norm_topk_prob=True)
+    qwen3 |= dict(num_experts=8, num_experts_per_tok=2, max_position_embeddings=64)
+    qwen3 |= dict(rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=False)
+    (tmp_path / "config.json").write_text(json.dumps(qwen3))
+    tuned, planned = (f"{SHARED} {text}".split() for text in (TUNED, SAME_PLANNED))
+    args = finetune.parse_arguments(["--model", str(tmp_path), *tuned])
+    model = finetune.make_planned_model(args, tmp_path)
+    trained = make_planned_run(args, model, args.make_parallel_config(8, num_experts=8), 8)
+    command = ["--config", str(tmp_path), "--gpus", "8", *planned]
+    for more, changes in (
+        (["--checkpointing"], {}),
+        (["--finetune"], dict(model=replace(model, recompute=False))),
+    ):
+        run = parse_run(parse(PlanConfig, [*command, *more], prog="moecore plan"))
+        assert replace(run, parallel=run.resolved) == replace(trained, **changes)
+    command = command[: command.index("--lora-rank")]
+    native = parse_run(parse(PlanConfig, command, prog="moecore plan")).model
+    assert isinstance(native, DecoderConfig)  # which `moecore pretrain --hf-config` trains
+
+
 def test_what_a_file_of_options_cannot_have(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "plan.toml"
-    command = f"plan --preset tiny --gpus 2 --ep 2 --seq-len 128 --stash --write {file}"
+    command = "plan --preset tiny --gpus 2 --ep 2 --seq-len 128 --stash --row-factor None"
+    command = f"{command} --write {file}"
     assert main(command.split()) == 1
     assert "nvlink.row_factor (None) must be a number" in capsys.readouterr().err
     assert not file.exists()

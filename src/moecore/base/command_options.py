@@ -7,12 +7,14 @@ TOML files by this list.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import types
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cache
+from os import PathLike
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 Fields = Mapping[str, Any]  # the fields of a record that are set
@@ -71,6 +73,12 @@ class CommandOption(NamedTuple):
     def key(self) -> str:
         """The dotted key of a TOML file, such as "table.name"."""
         return f"{self.table}.{self.name}" if self.table else self.name
+
+    def get_value(self, command: Any) -> Any:
+        """Return the option's value in a command's record; None if the option is not set."""
+        record = getattr(command, self.table) if self.table else command
+        is_mapping = isinstance(record, Mapping)
+        return record.get(self.name) if is_mapping else getattr(record, self.name, None)
 
 
 def make_internal_field(default: Any) -> Any:
@@ -170,3 +178,30 @@ def get_field_default(field: dataclasses.Field[Any]) -> Any:
 def make_flag_name(name: str) -> str:
     """Return the flag of a field: its name with hyphens for underscores, without leading "--"."""
     return name.replace("_", "-")
+
+
+def format_toml_tables(tables: Mapping[str, Fields]) -> str:
+    """Return {table: {key: value}} as TOML, table "" first; values that are None are left out."""
+    texts = list[str]()
+    for table, values in tables.items():
+        lines = [f"{k} = {format_toml_value(v)}" for k, v in values.items() if v is not None]
+        if lines:
+            texts.append("\n".join([*([f"[{table}]"] if table else []), *lines, ""]))
+    return "\n".join(texts)
+
+
+def format_toml_value(value: Any) -> str:
+    """Return a value as TOML; a record becomes an inline table."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(format_toml_value, value))}]"
+    if is_dataclass(value) or isinstance(value, dict):
+        record: Any = value
+        pairs = (record if isinstance(record, dict) else dataclasses.asdict(record)).items()
+        return f"{{{', '.join(f'{name} = {format_toml_value(of)}' for name, of in pairs)}}}"
+    if not isinstance(value, str | PathLike):
+        value = str(value).removeprefix("torch.")  # a dtype
+    return json.dumps(str(value), ensure_ascii=False)  # a basic string of TOML has these escapes

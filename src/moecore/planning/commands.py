@@ -34,7 +34,7 @@ from moecore.planning.html import format_page
 from moecore.planning.layouts import Layout
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak_memory
 from moecore.planning.option_sets import next_change
-from moecore.planning.recipe import format_flags, format_python_calls, format_recipe
+from moecore.planning.recipe import format_python_calls, format_recipe, format_run_flags
 from moecore.planning.report import report_trace
 from moecore.planning.run import TrainingRun, pause_garbage_collection
 from moecore.planning.search import FittingCandidate, describe_outcome, plan_layout, search
@@ -128,9 +128,9 @@ def _describe_measurement(args: Any, first_layout: Layout) -> str:
 def _format_command(args: Any, run: TrainingRun) -> str:
     """Return the `moecore plan` command with the degrees and options of a run."""
     model = ["--config", str(args.config)] if args.preset is None else ["--preset", args.preset]
-    gpus = ["--gpus", str(args.gpus)]
+    gpus = [*(["--finetune"] if args.finetune else []), "--gpus", str(args.gpus)]
     gpus += ["--gpu" if args.gpu_spec is None else "--gpu-spec", format_gpu_name(args)]
-    return shlex.join(["moecore", "plan", *model, *gpus, *format_flags(run)])
+    return shlex.join(["moecore", "plan", *model, *gpus, *format_run_flags(run)])
 
 
 def _search_layouts(args: Any) -> int:
@@ -182,7 +182,7 @@ def _list_layout_fields(candidate: FittingCandidate) -> dict[str, Any]:
         "num_micro_batches": run.num_micro_batches,
         "options": candidate.flags,
         "overhead": candidate.options.overhead,
-        "flags": format_flags(candidate.run),
+        "flags": format_run_flags(candidate.run),
         "host_of_a_node": candidate.host,
         "peak": max(candidate.peaks),
         "headroom": candidate.headroom,

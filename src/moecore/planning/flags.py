@@ -5,48 +5,35 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import torch
-
-from moecore.base.command_options import Fields, Table, UsageError, make_flag_name
+from moecore.base.command_options import Spelling, Table, UsageError, list_options, make_flag_name
 from moecore.base.fields import quote
-from moecore.base.options.dispatch import DispatchOptions, NVLinkOptions
-from moecore.base.options.fsdp import FSDPOptions
-from moecore.base.options.memory import MemoryOptions, Offloaded, Recomputed, StashOptions
-from moecore.base.options.names import (
-    GpuName,
-    MomentDtype,
-    PlannedDispatcher,
-    PrecisionName,
-    PresetName,
-    ScheduleName,
-    Strategy,
-)
-from moecore.base.options.precision import Precision
+from moecore.base.options.memory import MemoryOptions
+from moecore.base.options.names import GpuName, MomentDtype, PresetName
 from moecore.families.transformers.lora import LoRAOptions
 from moecore.io.hf.config import FAMILIES, decoder_config_from_hf
 from moecore.io.hf.config_fields import read_config
 from moecore.models import PRESETS
 from moecore.parallel.mesh import ParallelConfig
-from moecore.parallel.pipeline.schedule import PipelineConfig
-from moecore.planning.gpus import Gpu, are_peers, count_domain_ranks, count_peers, get_gpu, read_gpu
+from moecore.planning.gpus import Gpu, read_gpu
 from moecore.planning.layouts import ANY, LAYOUT_FIELDS, Layout, SearchRequest
+from moecore.planning.options import Sharding, ShardingOptions, make_optimizer_options
 from moecore.planning.run import AnyModel, OptimizerOptions, TrainingRun, list_stages
 from moecore.planning.transformers import TransformersModel
 
-DEGREES = tuple(item.name for item in fields(ParallelConfig))
-# Options that some modes of the command do not read.
+# Options, and tables of options, that some modes of the command do not read.
 OF_SEARCHES = ("global_batch", "gpus_per_node")
-OF_STAGES = ("layout", "chunks", "schedule")
-STRATEGIES = ("dense_strategy", "experts_strategy", "fp8_param_gather")
-OF_RUNS = ("batch_size", "micro_batches", "dispatcher", "fp8_dispatch", *OF_STAGES, *STRATEGIES)
+OF_RUNS = ("batch_size", "micro_batches", "dispatcher", "fp8_dispatch", "pipeline", "fsdp")
+OF_TRAININGS = (
+    *("expert_backend", "overlap_shared", "compile_dense", "graph_dense", "clones", "dynamic_cp"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedConfig:
+class PlannedConfig(ShardingOptions):
     """Options of a planned run; "with degrees" means only if a parallel degree is given.
 
     Attributes:
@@ -55,31 +42,18 @@ class PlannedConfig:
         gpus: number of GPUs, one rank each.
         gpu: the kind of all GPUs; None = h100-80.
         gpu_spec: a TOML file with fields of moecore.planning.Gpu; `like` names a known GPU.
-        seq_len: tokens of a row.
         batch_size: rows of a data rank's micro-batch, with degrees; None = 1.
         micro_batches: micro-batches of a step on a data rank, with degrees; None = 1.
-        layout: layers of the pipeline stages, such as "Et*3|(tt|)*29m|L".
-        chunks: pipeline stages per rank; not with `layout`.
-        schedule: pipeline schedule; None = 1f1b.
-        dense_strategy: ZeRO strategy of blocks, with degrees; None = optim_grads_params.
-        experts_strategy: ZeRO strategy of experts; None = as blocks.
-        fp8_param_gather: all-gather the weights of blockwise FP8 GEMMs as FP8.
-        dispatcher: dispatcher between NVLink domains, with degrees; None = auto, one exchange.
-        fp8_dispatch: dispatch tokens as FP8, with degrees.
         precision: recipe of GEMMs; None = bf16, or in a search FP8 if needed.
-        recompute: what backward recomputes, see MemoryOptions.
-        offload: saved tensors in host memory, see MemoryOptions.
-        moments: dtype of AdamW's moments.
-        frozen_dense: also store frozen linears in 4 bits, with a 4-bit precision.
-        offload_frozen: keep frozen experts in host memory, with a 4-bit precision.
-        offload_params: keep weights, gradients and optimizer state in host memory, with degrees.
-        lora_rank: rank of LoRA adapters, with --config and degrees; None = all weights are trained.
+        lora: LoRA adapters, with --config and degrees; None = all weights are trained.
+        finetune: plan the class of transformers, which moecore finetune trains, with --config;
+            otherwise moecore's decoder of the same sizes, if there is one.
         checkpointing: recompute each layer, as transformers does, with --config.
-        stash: save expert activations in a paged buffer, with dispatcher nvlink.
-        row_factor: capacity of dispatcher nvlink / rows of even loads; None = 2.0 within nodes.
+        moment_dtype: the dtype of AdamW's moments.
         master_remainder: bf16 weights with fp32 masters, see moecore.train.AdamW.
         state_offload: fraction of AdamW's state in host memory.
         parallel: parallel degrees; if no degree is set, search for layouts.
+        sharding: dispatchers, with degrees, and the paged buffer.
     """
 
     preset: PresetName | None = None
@@ -89,29 +63,14 @@ class PlannedConfig:
     gpu_spec: Path | None = None
     seq_len: int = 4096
     batch_size: int | None = None
-    micro_batches: int | None = None
-    layout: str | None = None
-    chunks: int | None = None
-    schedule: ScheduleName | None = None
-    dense_strategy: Strategy | None = None
-    experts_strategy: Strategy | None = None
-    fp8_param_gather: bool = False
-    dispatcher: PlannedDispatcher | None = None
-    fp8_dispatch: bool = False
-    precision: PrecisionName | Literal["bf16"] | None = None
-    recompute: tuple[Recomputed | Literal["gemm_last"], ...] = ()
-    offload: tuple[Offloaded, ...] = ()
-    frozen_dense: bool = False
-    offload_frozen: bool = False
-    offload_params: bool = False
-    lora_rank: int | None = None
+    micro_batches: Annotated[int | None, Spelling(alias="grad_accum")] = None
+    lora: Annotated[LoRAOptions | None, Table(prefix=True)] = None
+    finetune: bool = False
     checkpointing: bool = False
-    moments: MomentDtype = "float32"
-    stash: bool = False
-    row_factor: float | None = None
+    moment_dtype: Annotated[MomentDtype, Spelling(alias="moments")] = "float32"
     master_remainder: bool = False
     state_offload: float = 0.0
-    parallel: Annotated[Fields, Table(record=ParallelConfig)] = field(default_factory=dict)
+    sharding: Annotated[Sharding, Table(without=OF_TRAININGS)] = Sharding()
 
     def __post_init__(self) -> None:
         for names in (("preset", "config"), ("gpu", "gpu_spec")):
@@ -194,36 +153,35 @@ def format_gpu_name(args: PlannedConfig) -> str:
 
 def check_no_unused_options(args: PlanConfig) -> None:
     """Raise a UsageError for an option that the mode (search, run or --explain) ignores."""
-    if args.lora_rank is not None or args.checkpointing:
+    if args.lora is not None or args.checkpointing:
         _refuse(args, ("explain", "call", "write"), "moecore finetune --dry-run has adapters")
         if not args.parallel:
             raise UsageError("--lora-rank and --checkpointing must go with degrees: add --ep 1")
     if args.explain is not None:
-        unread = (*DEGREES, *OF_RUNS, "top", "png", "timeline", "html")
+        unread = ("parallel", *OF_RUNS, "top", "png", "timeline", "html")
         return _refuse(args, unread, "--explain has all degrees")
     if not args.parallel:
         reason = "a search has its own: give degrees, such as --ep 8, or drop it"
         return _refuse(args, OF_RUNS, reason)
-    unread, reason = (*OF_SEARCHES, "top"), "degrees are given, so nothing is searched"
-    if args.parallel.get("pp", 1) == 1:
-        unread, reason = (*unread, *OF_STAGES), f"{reason}, and there are no stages without --pp"
-    _refuse(args, unread, reason)
+    _refuse(args, (*OF_SEARCHES, "top"), "degrees are given, so nothing is searched")
+    check_no_pipeline_options(args)
 
 
 def check_no_pipeline_options(args: PlannedConfig) -> None:
     """Raise a UsageError for an option of pipeline stages that is set although pp is 1."""
     if args.parallel.get("pp", 1) == 1:
-        _refuse(args, OF_STAGES, "there are no stages without --pp")
+        _refuse(args, ("pipeline",), "there are no stages without --pp")
 
 
-def _refuse(args: Any, unread: Sequence[str], reason: str) -> None:
-    """Raise a UsageError with `reason` for the first set option in `unread`, a list of names."""
-    for name in unread:
-        value = args.parallel.get(name) if name in DEGREES else getattr(args, name)
-        if value is not None and value is not False:  # 0 equals False
-            raise UsageError(
-                f"--{name.replace('_', '-')} ({value!s:.80}) must be left out: {reason}"
-            )
+def _refuse(args: PlannedConfig, unread: Sequence[str], reason: str) -> None:
+    """Raise a UsageError with `reason` for the first set option in `unread`, names and tables."""
+    args_class: Any = type(args)
+    for option in list_options(args_class):
+        is_unread = option.name in unread or option.table in unread
+        value = option.get_value(args) if is_unread else None
+        is_default = option.table in ("sharding", "fsdp") and value == option.default
+        if value is not None and value is not False and not is_default:  # 0 equals False
+            raise UsageError(f"--{option.flag} ({value!s:.80}) must be left out: {reason}")
 
 
 def format_layout(run: TrainingRun) -> str:
@@ -253,14 +211,15 @@ def parse_layout(text: str) -> Layout:
 
 def _parse_model(args: Any) -> AnyModel:
     """Return the model of `--preset` or `--config`, with max_seq_len of at least `--seq-len`."""
-    if args.lora_rank is not None or args.checkpointing:
+    if args.finetune or args.lora is not None or args.checkpointing:
         if args.preset:
             raise ValueError(
-                f"--preset ({args.preset}) must not go with --lora-rank and --checkpointing, which "
-                "are for classes of transformers: use --config"
+                f"--preset ({args.preset}) must not go with --lora-rank, --checkpointing "
+                "and --finetune, which are for classes of transformers: use --config"
             )
-        lora = None if args.lora_rank is None else LoRAOptions(rank=args.lora_rank)
-        return replace(TransformersModel.of(args.config), lora=lora, recompute=args.checkpointing)
+        return replace(
+            TransformersModel.of(args.config), lora=args.lora, recompute=args.checkpointing
+        )
     if args.preset:
         model = PRESETS[args.preset]
     elif read_config(args.config).get("model_type") not in FAMILIES:
@@ -280,7 +239,8 @@ def _parse_model(args: Any) -> AnyModel:
 
 def parse_search_request(args: PlanConfig) -> SearchRequest:
     """Return the search request; the search chooses all memory-saving options that are not set."""
-    options, memory = _parse_optimizer_options(args), _parse_memory_options(args)
+    precision, memory = args.make_precision(), args.make_memory_options()
+    optimizer = make_optimizer_options(args)
     return SearchRequest(
         model=_parse_model(args),
         num_gpus=args.gpus,
@@ -289,95 +249,21 @@ def parse_search_request(args: PlanConfig) -> SearchRequest:
         seq_len=args.seq_len,
         global_batch=args.global_batch,
         memory=ANY if memory == MemoryOptions() else memory,
-        precision=ANY if args.precision is None else _parse_precision(args),
-        optimizer=ANY if options == OptimizerOptions() else options,
-        nvlink=NVLinkOptions(row_factor=args.row_factor) if _has_nvlink_capacity(args) else ANY,
-    )
-
-
-def _parse_precision(args: Any) -> Precision | None:
-    """Return the precision of `--precision` and `--frozen-dense`; None = bf16."""
-    precision = Precision.of(None if args.precision == "bf16" else args.precision)
-    if precision is None and args.frozen_dense:
-        raise ValueError("--frozen-dense must go with a 4-bit format: add --precision nf4")
-    return precision and replace(precision, frozen_dense=args.frozen_dense)
-
-
-def _parse_memory_options(args: Any) -> MemoryOptions:
-    """Return the memory options of the flags."""
-    parts = MemoryOptions(recompute=args.recompute).parts
-    return MemoryOptions(
-        recompute="gemm_last" if args.recompute == ("gemm_last",) else parts,
-        offload=args.offload,
-        stash=StashOptions() if args.stash else None,
-        offload_frozen=args.offload_frozen,
-        offload_params=args.offload_params,
-    )
-
-
-def _has_nvlink_capacity(args: Any) -> bool:
-    """Return whether --stash or --row-factor is set, each of which selects dispatcher nvlink."""
-    return args.stash or args.row_factor is not None
-
-
-def _parse_optimizer_options(args: Any) -> OptimizerOptions:
-    """Return the optimizer options of `--moments`, `--master-remainder` and `--state-offload`."""
-    return OptimizerOptions(
-        moment_dtype=args.moments,
-        master_remainder=args.master_remainder,
-        offload_fraction=args.state_offload,
+        precision=ANY if not args.precision and precision is None else precision,
+        optimizer=ANY if optimizer == OptimizerOptions() else optimizer,
+        nvlink=args.nvlink or ANY,
     )
 
 
 def parse_run(args: PlannedConfig) -> TrainingRun:
     """Return the `TrainingRun` that the command's options describe."""
-    parallel, pipeline, nvlink = ParallelConfig(**args.parallel), None, None
-    if args.parallel.get("pp", 1) > 1:
-        pipeline = PipelineConfig(
-            layout=args.layout, chunks=args.chunks, schedule=args.schedule or "1f1b"
-        )
-    domain = count_domain_ranks(select_gpu(args), args.gpus)
-    num_peers = count_peers(select_gpu(args), domain)
-    if _has_nvlink_capacity(args):
-        nvlink = NVLinkOptions(row_factor=args.row_factor)
-    else:
-        dispatch = DispatchOptions(name=args.dispatcher or "auto")
-        nvlink = choose_nvlink_options(dispatch, parallel.resolve(args.gpus), num_peers)
-    return TrainingRun(
-        model=_parse_model(args),
-        num_gpus=args.gpus,
-        parallel=parallel,
-        seq_len=args.seq_len,
-        batch_size=1 if args.batch_size is None else args.batch_size,
+    run = args.make_training_run(
+        _parse_model(args),
+        args.gpus,
+        select_gpu(args),
+        ParallelConfig(**args.parallel),
         num_micro_batches=1 if args.micro_batches is None else args.micro_batches,
-        pipeline=pipeline,
-        fsdp=FSDPOptions(
-            param_dtype=torch.bfloat16,
-            dense_strategy=args.dense_strategy or "optim_grads_params",
-            experts_strategy=args.experts_strategy,
-            fp8_param_gather=args.fp8_param_gather,
-        ),
-        memory=_parse_memory_options(args),
-        precision=_parse_precision(args),
-        optimizer=_parse_optimizer_options(args),
-        nvlink=nvlink,
-        dispatcher=args.dispatcher or "auto",
-        ranks_per_domain=domain,
-        num_peers=num_peers,
-        has_block_scales=get_gpu(select_gpu(args)).has_block_scales,
-        fp8_dispatch=args.fp8_dispatch,
+        state=args,
     )
-
-
-def choose_nvlink_options(
-    dispatch: DispatchOptions, parallel: ParallelConfig, num_peers: int
-) -> NVLinkOptions | None:
-    """Return the run's options of NVLink dispatch kernels; None = the run does not use them.
-
-    `num_peers` is the number of neighbouring ranks that access each other's memory.
-    """
-    has_peers = are_peers(parallel.ep * parallel.etp, num_peers)
-    is_nvlink = dispatch.name in ("auto", "nvlink") and has_peers
-    if is_nvlink or dispatch.name == "hierarchical":
-        return dispatch.nvlink or NVLinkOptions()
-    return None
+    # Options of dispatcher nvlink are refused if the run cannot have the dispatcher.
+    return run if args.nvlink is None else replace(run, nvlink=args.nvlink)

@@ -34,7 +34,6 @@ from moecore.planning.times import TimePlan, plan_time
 Overhead = Literal["low", "medium", "high"]
 PLAIN_FSDP = FSDPOptions(param_dtype=torch.bfloat16, dense_strategy="optim")
 TWICE = NVLinkOptions(row_factor=2.0)  # capacity for twice the rows of even loads
-CHAIN: tuple[Recomputed, ...] = ("norm", "activation", "rope")
 MIN_GAIN = 0.01  # the least gain, as a share of the tokens per second, that is worth a change
 NO_TIME = 1e-12
 
@@ -47,7 +46,7 @@ def _replace_options(run: TrainingRun, record_name: str, **changes: Any) -> Trai
 def _recompute_parts(run: TrainingRun, *parts: Recomputed) -> TrainingRun:
     """Return the run with recompute of norms, activations, rope, up-projections and `parts`."""
     up: Recomputed = "mla_up_proj" if run.planned_model.has_latents else "qkv_proj"
-    return _replace_options(run, "memory", recompute=(*CHAIN, up, *parts))
+    return _replace_options(run, "memory", recompute=("gemm_last", up, *parts))
 
 
 def _list_offloadable_parts(run: TrainingRun) -> tuple[Offloaded, ...]:

@@ -1,8 +1,8 @@
 """A planned run as text: flags of `moecore plan`, Python calls, and TOML for recipes.
 
-    format_flags   -> the command that plans the run
+    format_run_flags      -> the command that plans the run
     format_python_calls   -> the Python that builds the run on GPUs
-    format_recipe  -> TOML for `moecore pretrain` and `moecore finetune`
+    format_recipe         -> TOML for `moecore pretrain` and `moecore finetune`
 
 A TOML has the names of the commands' flags and of the fields of option records. Fields with default
 values are left out. Data, tokenizer, steps and learning rate are flags of the command, because they
@@ -11,74 +11,83 @@ are not part of a plan.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from moecore.base.command_options import format_toml_tables, get_field_default, make_flag_name
 from moecore.base.fields import check_arguments
 from moecore.base.options.dispatch import DispatchOptions
-from moecore.base.options.memory import GEMM_LAST
 from moecore.base.options.names import PrecisionName
 from moecore.base.options.precision import Precision
 from moecore.models.config import DecoderConfig
+from moecore.planning.gpus import are_peers
 from moecore.planning.model import find_preset
 from moecore.planning.run import TrainingRun, make_dispatch_options
 
 OTHER_LINES = ("param_dtype", "stash")  # fields that another line of a TOML stands for
-REMAINING_DEGREES = ("dp_shard", "edp_shard")  # degrees that the other degrees determine
-OPTIONAL_DEGREES = ("pp", "tp", "cp")  # degrees of 1 unless given
-VALUES = (bool, int, float, str)
+DEGREES = ("pp", "tp", "cp", "ep", "etp", "dp_replicate", "edp_replicate")  # others follow
+Tables = dict[str, dict[str, Any]]
 
 
-def format_option_flags(run: TrainingRun) -> list[str]:
-    """Return the flags of `moecore plan` for a run's options that change its memory."""
-    memory, options, fraction = run.memory, run.optimizer, run.optimizer.offload_fraction
-    parts: tuple[str, ...] = tuple(part for part in memory.parts if part not in GEMM_LAST)
-    has_gemm_last = len(parts) + len(GEMM_LAST) == len(memory.parts)
-    values: dict[str, Any] = {
-        "precision": None if run.precision is None else _format_precision(run.precision).strip("'"),
-        "recompute": ("gemm_last", *parts) if has_gemm_last else memory.parts,
-        "offload": memory.offload,
-        "offload-frozen": memory.offload_frozen,
-        "offload-params": memory.offload_params,
-        "stash": memory.stash is not None,
-        "row-factor": None if run.nvlink is None else run.nvlink.row_factor,
-        "dispatcher": None if run.dispatcher == "auto" else run.dispatcher,
-        "fp8-dispatch": run.fp8_dispatch,
-        "dense-strategy": run.fsdp.dense_strategy,
-        "fp8-param-gather": run.fsdp.fp8_param_gather,
-        "moments": None if options.moment_dtype == "float32" else options.moment_dtype,
-        "master-remainder": options.master_remainder,
-        "state-offload": fraction or None,
+def list_layout(run: TrainingRun) -> Tables:
+    """Return {table: {option: value}} of a run's degrees, sizes and pipeline."""
+    degrees = {name: getattr(run.resolved, name) for name in DEGREES}
+    sizes = {"seq_len": run.seq_len, "batch_size": run.batch_size}
+    sizes |= {"grad_accum": run.num_micro_batches}
+    degrees = {name: degree for name, degree in degrees.items() if degree > 1 or name == "ep"}
+    return {"": degrees | sizes, "pipeline": _find_changed_options(run.pipeline)}
+
+
+def list_options(run: TrainingRun) -> Tables:
+    """Return {table: {option: value}} of the options that change a run's memory; None = not set."""
+    state, precision, stash = run.optimizer, run.precision, run.memory.stash
+    recipe_name = None if precision is None else find_precision_name(precision)
+    fp8 = dict[str, Any]()  # a format of frozen weights
+    if precision is not None and not (recipe_name or precision.recipe or precision.overrides):
+        fp8 = _find_changed_options(precision)
+    # "auto" selects "nvlink" on the planned GPUs and "alltoall" on CPU ranks, so the file trains on
+    # both. Ranks that are no peers have "alltoall" by "auto" too.
+    group = run.resolved.ep * run.resolved.etp
+    name, nvlink = make_dispatch_options(run).name, run.nvlink
+    is_auto = stash is None if name == "nvlink" else not are_peers(group, run.num_peers)
+    return {
+        "": {
+            "precision": recipe_name or (None if fp8 or precision is None else repr(precision)),
+            "moment_dtype": None if state.moment_dtype == "float32" else state.moment_dtype,
+            "master_remainder": state.master_remainder or None,
+            "state_offload": state.offload_fraction or None,
+        },
+        "fp8": fp8,
+        "sharding": {
+            "dispatcher": None if is_auto and name != "hierarchical" else name,
+            "fp8_dispatch": run.fp8_dispatch or None,
+            "stash": None if stash is None else True,
+        },
+        "memory": _find_changed_options(run.memory),
+        "stash": _find_changed_options(stash),
+        "nvlink": {"row_factor": nvlink and nvlink.row_factor} | _find_changed_options(nvlink),
+        "fsdp": {"dense_strategy": run.fsdp.dense_strategy} | _find_changed_options(run.fsdp),
     }
-    return _format_flags(values)
 
 
-def format_flags(run: TrainingRun) -> list[str]:
-    """Return the degrees and options of a run as flags of `moecore plan`."""
-    p, pipeline = run.resolved, run.pipeline
-    values: dict[str, Any] = {"seq-len": run.seq_len}
-    for name in ("pp", "tp", "cp", "ep", "etp"):
-        degree = getattr(p, name)
-        values[name] = degree if degree > 1 or name == "ep" else None
-    values |= {"batch-size": run.batch_size, "micro-batches": run.num_micro_batches}
-    if pipeline is not None:
-        values |= {"schedule": pipeline.schedule, "layout": pipeline.layout}
-        values["chunks"] = None if pipeline.layout else pipeline.chunks
-    return _format_flags(values) + format_option_flags(run)
-
-
-def _format_flags(values: Mapping[str, Any]) -> list[str]:
-    """Return {flag: value} as words such as ["--ep", "8"]; None, False and () have no flag."""
-    flags = list[str]()
-    for name, value in values.items():
-        if value is not None and value is not False and value != ():
-            items = () if value is True else value if isinstance(value, tuple) else (value,)
+def format_flags(*options: Tables) -> list[str]:
+    """Return options as words such as ["--ep", "8"]; options that are None have no flag."""
+    words = list[str]()
+    values = (pair for tables in options for table in tables.values() for pair in table.items())
+    for name, value in values:
+        if value is not None:
+            items = () if isinstance(value, bool) else value
+            items = items if isinstance(items, tuple) else (items,)
             texts = (f"{item:g}" if isinstance(item, float) else str(item) for item in items)
-            flags += [f"--{name}", *texts]
-    return flags
+            flag = f"--{'no-' if value is False else ''}{make_flag_name(name)}"
+            words += [flag, *(text.removeprefix("torch.") for text in texts)]
+    return words
+
+
+def format_run_flags(run: TrainingRun) -> list[str]:
+    """Return the degrees and options of a run as flags of `moecore plan`."""
+    return format_flags(list_layout(run), list_options(run))
 
 
 def format_python_calls(run: TrainingRun) -> str:
@@ -147,9 +156,8 @@ def _find_non_default_fields(record: Any) -> dict[str, Any]:
     """Return the fields of a record whose values are not their defaults; {} for None."""
     if record is None:
         return {}
-    default = type(record)()
-    values = {f.name: (getattr(record, f.name), getattr(default, f.name)) for f in fields(record)}
-    return {name: value for name, (value, plain) in values.items() if value != plain}
+    values = ((f, getattr(record, f.name)) for f in fields(record))
+    return {f.name: value for f, value in values if value != get_field_default(f)}
 
 
 def find_precision_name(precision: Precision) -> str | None:
@@ -169,8 +177,9 @@ def format_recipe(run: TrainingRun, config: Path | None = None) -> str:
     `config` is the path of the model's config.json or its directory; None = the model is a preset.
     """
     check_arguments(format_recipe, locals())
-    precision = None if run.precision is None else find_precision_name(run.precision)
-    if run.precision is not None and precision is None:
+    options = list_options(run)
+    has_name = run.precision is None or find_precision_name(run.precision) is not None
+    if not (has_name or options["fp8"]):
         raise ValueError("precision must be one that has a name for a recipe: print its --call")
     if run.nvlink is not None and run.nvlink.row_factor is None:
         raise ValueError(
@@ -186,53 +195,11 @@ def format_recipe(run: TrainingRun, config: Path | None = None) -> str:
                 "and pass config"
             )
         model, changes = {"preset": preset[0]}, preset[1]
-    resolved = {f.name: getattr(run.resolved, f.name) for f in fields(run.parallel)}
-    flags = {n: d for n, d in resolved.items() if d > 1 or n not in OPTIONAL_DEGREES}
-    degrees = {n: d for n, d in flags.items() if n not in REMAINING_DEGREES}
-    is_sent = run.resolved.ep * run.resolved.etp > 1
-    dispatcher = make_dispatch_options(run).name
-    if dispatcher == "nvlink" and run.memory.stash is None:
-        # CPU ranks refuse "nvlink". There "auto" is "alltoall", so the file trains on them too.
-        dispatcher = "auto"
-    tables: dict[str, Mapping[str, Any]] = {
-        "": model
-        | degrees
-        | {
-            "seq_len": run.seq_len,
-            "batch_size": run.batch_size,
-            "grad_accum": run.num_micro_batches,
-            "dtype": "bfloat16",
-            "precision": precision,
-            "moment_dtype": run.optimizer.moment_dtype,
-            "master_remainder": run.optimizer.master_remainder or None,
-            "state_offload": run.optimizer.offload_fraction or None,
-        },
-        "model": changes,
-        "sharding": {
-            "dispatcher": dispatcher if is_sent else None,
-            "fp8_dispatch": run.fp8_dispatch or None,
-            "stash": None if run.memory.stash is None else True,
-        },
-        "fsdp": _make_toml_table(run.fsdp),
-        "memory": _make_toml_table(run.memory),
-        "stash": _make_toml_table(run.memory.stash),
-        "nvlink": _make_toml_table(run.nvlink),
-        "pipeline": _make_toml_table(run.pipeline),
-    }
-    text = list[str]()
-    for table, values in tables.items():
-        lines = [f"{name} = {_format_toml(v)}" for name, v in values.items() if v is not None]
-        text += [*([f"[{table}]"] if table and lines else []), *lines]
-    return "\n".join(text) + "\n"
+    layout = list_layout(run)
+    top = model | layout[""] | {"dtype": "bfloat16"} | options[""]
+    return format_toml_tables({**layout, **options, "": top, "model": changes})
 
 
-def _make_toml_table(record: Any) -> dict[str, Any]:
+def _find_changed_options(record: Any) -> dict[str, Any]:
     """Return a record's non-default fields, without fields that another line sets; {} for None."""
     return {n: v for n, v in _find_non_default_fields(record).items() if n not in OTHER_LINES}
-
-
-def _format_toml(value: Any) -> str:
-    """Return a value as TOML."""
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_format_toml, value))}]"
-    return json.dumps(value if isinstance(value, VALUES) else str(value).removeprefix("torch."))

@@ -40,7 +40,7 @@ from moecore.planning.layouts import (
 )
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak_memory
 from moecore.planning.option_sets import MIN_GAIN
-from moecore.planning.recipe import format_option_flags
+from moecore.planning.recipe import format_flags, list_options
 from moecore.planning.run import MAX_GPUS, TrainingRun
 from moecore.planning.times import TimePlan, balance_stages, plan_time
 
@@ -79,7 +79,7 @@ class Candidate:
     @property
     def flags(self) -> str:
         """The options that differ from a plain run, as flags of `moecore plan`."""
-        return " ".join(format_option_flags(self.run)) or "none"
+        return " ".join(format_flags(list_options(self.run))) or "none"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,21 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
-
 from moecore.base.text import format_bytes
 from moecore.models import DecoderConfig
 from moecore.parallel.mesh import ParallelConfig
-from moecore.planning import (
-    OptimizerOptions,
-    TrainingRun,
-    TransformersModel,
-    plan_memory,
-    plan_time,
-)
+from moecore.planning import TrainingRun, TransformersModel, plan_memory, plan_time
 from moecore.planning.costs import CostTable
-from moecore.planning.flags import choose_nvlink_options
-from moecore.planning.gpus import count_domain_ranks, count_peers, find_time_refusal, get_gpu
+from moecore.planning.gpus import find_time_refusal, get_gpu
 from moecore.recipes.data import StepBatch
 from moecore.recipes.options import RunConfig, ShardedConfig
 from moecore.recipes.parser import format_toml
@@ -36,30 +27,14 @@ def make_planned_run(
     """Convert the options of a command to a bf16 run, the input of `moecore.planning`."""
     if isinstance(model, DecoderConfig):
         model = replace(model, max_seq_len=max(model.max_seq_len, args.seq_len))
-    dispatch, domain = args.make_dispatch_options(), count_domain_ranks(args.gpu, num_gpus)
-    peers = count_peers(args.gpu, domain)
-    return TrainingRun(
-        model=model,
-        num_gpus=num_gpus,
-        parallel=parallel,
-        seq_len=args.seq_len,
-        batch_size=args.batch_size,
-        num_micro_batches=args.count_micro_batches(parallel.dp_replicate * parallel.dp_shard),
-        pipeline=args.make_pipeline_options(),
-        fsdp=args.make_fsdp_options(torch.bfloat16),
-        memory=args.make_memory_options(),
-        precision=args.make_precision(),
-        optimizer=OptimizerOptions(
-            moment_dtype=args.optimizer.moment_dtype,
-            master_remainder=args.optimizer.master_remainder,
-            offload_fraction=args.optimizer.state_offload,
-        ),
-        nvlink=choose_nvlink_options(dispatch, parallel, peers),
-        dispatcher="hierarchical" if dispatch.name == "hierarchical" else "auto",
-        ranks_per_domain=domain,
-        num_peers=peers,
-        has_block_scales=get_gpu(args.gpu).has_block_scales,
-        fp8_dispatch=dispatch.fp8,
+    data_ranks = parallel.dp_replicate * parallel.dp_shard
+    return args.make_training_run(
+        model,
+        num_gpus,
+        args.gpu,
+        parallel,
+        num_micro_batches=args.count_micro_batches(data_ranks),
+        state=args.optimizer,
     )
 
 

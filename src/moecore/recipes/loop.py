@@ -31,6 +31,7 @@ from moecore.base.streams import copy_to_device
 from moecore.io import Saver
 from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.parallel.mesh import start_process_group
+from moecore.planning.options import DEGREES
 from moecore.recipes.checkpoints import (
     clear_memory,
     get_checkpoint_dir,
@@ -58,7 +59,7 @@ from moecore.recipes.launch import (
     record_stop_signals,
 )
 from moecore.recipes.metrics import LaunchedStep, Moment, measure_peak_memory
-from moecore.recipes.options import DEGREES, RunConfig
+from moecore.recipes.options import RunConfig
 from moecore.recipes.profiling import check_profile, trace_steps
 from moecore.recipes.report import RunReport, make_run_dir
 from moecore.recipes.resume import describe_continuation, save_config

@@ -3,41 +3,32 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from moecore.base.command_options import Fields, Table, make_internal_field, make_unsaved_field
 from moecore.base.fields import Bound, Count, CountOrZero, Positive, PositiveOrZero
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.dense import DenseOptions
-from moecore.base.options.dispatch import (
-    CloneOptions,
-    DispatcherName,
-    DispatchOptions,
-    NVLinkOptions,
-)
-from moecore.base.options.fsdp import FSDPOptions
+from moecore.base.options.dispatch import CloneOptions, DispatchOptions, NVLinkOptions
 from moecore.base.options.layer import BalanceConfig, MoEConfig, MoEOverrides
-from moecore.base.options.memory import MemoryOptions, StashOptions
 from moecore.base.options.names import GpuName, PrecisionName
-from moecore.base.options.precision import Precision, Recipe
 from moecore.models import DecoderConfig
-from moecore.moe.backends import ExpertBackend
 from moecore.packing.collate import get_length_multiple
 from moecore.packing.corpus.scheduled_batch import TILE
 from moecore.parallel.mesh import Meshes, ParallelConfig
-from moecore.parallel.pipeline.schedule import PipelineConfig
 from moecore.parallelize import parallelize_moe
+from moecore.planning.options import ShardingOptions
 from moecore.recipes.metrics import LoggerOptions
 from moecore.recipes.optimizer import OptimizerConfig
 from moecore.recipes.schedule import LearningRateSchedule, TrainingStage
 from moecore.train.spikes import SpikeOptions
 
-DEGREES = tuple(field.name for field in fields(ParallelConfig))
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RunSeed = Annotated[int, Bound(">=", 0), Bound("<", 10**18)]
 
@@ -167,74 +158,16 @@ def get_moe_config(config: DecoderConfig) -> MoEConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharding:
-    """Options of `parallelize_moe` that are not in TOML tables, and switches that enable tables.
-
-    Attributes:
-        dispatcher: how tokens are dispatched; "auto" selects by the hardware.
-        fp8_dispatch: dispatch tokens, and save them for backward, as FP8.
-        expert_backend: the kernels of the experts.
-        overlap_shared: on GPUs, run shared experts on another stream.
-        compile_dense: run attention, norms and residual adds through torch.compile.
-        graph_dense: on GPUs, run the operations between token exchanges as CUDA graphs.
-        stash: save expert activations for backward in a paged buffer, see [stash].
-        clones: replicate the most loaded experts on other ranks, see [clones].
-        dynamic_cp: maximum tokens per rank and micro-batch; the number of context parallel ranks
-            then depends on the micro-batch. None = all micro-batches use --cp.
-    """
-
-    dispatcher: DispatcherName = "auto"
-    fp8_dispatch: bool = False
-    expert_backend: ExpertBackend = "auto"
-    overlap_shared: bool = False
-    compile_dense: bool = False
-    graph_dense: bool = False
-    stash: bool = False
-    clones: bool = False
-    dynamic_cp: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardedConfig(RunConfig):
+class ShardedConfig(RunConfig, ShardingOptions):
     """Options of a training whose model `parallelize_moe` shards.
 
     Attributes:
-        sharding: options of `parallelize_moe` that are not in tables.
-        fsdp: parameter sharding.
-        memory: recomputation and offload.
-        stash: the paged buffer of expert activations that are saved for backward.
         clones: replicas of the most loaded experts on other ranks.
-        nvlink: the dispatcher nvlink.
         context: context parallelism.
-        pipeline: pipeline stages, with --pp > 1.
-        fp8: which GEMMs are in FP8, and other options of --precision or [recipe].
-        recipe: a recipe of FP8 GEMMs, in place of --precision.
     """
 
-    sharding: Sharding = Sharding()  # frozen
-    fsdp: Annotated[FSDPOptions, Table(without=("param_dtype",))] = FSDPOptions()
-    memory: MemoryOptions = MemoryOptions()
-    stash: StashOptions | None = None
     clones: CloneOptions | None = None
-    nvlink: NVLinkOptions | None = None
     context: Annotated[ContextOptions | None, Table(without=("dynamic",))] = None
-    pipeline: PipelineConfig | None = None
-    fp8: Annotated[Fields, Table(record=Precision)] = field(default_factory=dict)
-    recipe: Recipe | None = None
-
-    def make_memory_options(self) -> MemoryOptions:
-        """Return the options of [memory], with [stash] if the paged buffer is enabled."""
-        stash = self.stash or (StashOptions() if self.sharding.stash else None)
-        return replace(self.memory, stash=stash)
-
-    def make_pipeline_options(self) -> PipelineConfig | None:
-        """Return the pipeline options; None if --pp is 1. ValueError for [pipeline] with --pp 1."""
-        pp = self.parallel.get("pp")
-        if self.get_degree("pp") > 1:
-            return self.pipeline or PipelineConfig()
-        if self.pipeline is not None:
-            raise ValueError(f"--pp ({pp}) must be > 1 with options of [pipeline]: drop those")
-        return None
 
     def make_context_options(self) -> ContextOptions | None:
         """Return the options of [context], dynamic if --dynamic-cp is set; None = defaults."""
@@ -242,34 +175,16 @@ class ShardedConfig(RunConfig):
             return self.context
         return replace(self.context or ContextOptions(), dynamic=True)
 
-    def make_precision(self) -> Precision | None:
-        """Return the FP8 recipe; None = no FP8. ValueError for both --precision and [recipe]."""
-        if self.recipe is not None and self.precision is not None:
-            raise ValueError(
-                f"--precision ({self.precision}) must not go with options of [recipe], which is "
-                "a recipe too: drop one of them"
-            )
-        if self.recipe is not None or (self.fp8 and self.precision is None):
-            only_stores = self.fp8.keys() <= {"frozen", "frozen_dense"}
-            recipe = self.recipe or (None if only_stores else Recipe())
-            return Precision(recipe=recipe, **self.fp8)
-        named = Precision.of(self.precision)
-        return named and replace(named, **self.fp8)
-
-    def make_fsdp_options(self, dtype: torch.dtype) -> FSDPOptions:
-        """Return the options of [fsdp]; parameters are all-gathered in `dtype`."""
-        return replace(self.fsdp, param_dtype=dtype)
-
+    @override
     def make_dispatch_options(self, max_tokens: int | None = None) -> DispatchOptions:
         """Return the options of token dispatch; `max_tokens` is the default of [nvlink]'s field."""
-        nvlink, name = self.nvlink, self.sharding.dispatcher
+        dispatch = super().make_dispatch_options()
+        nvlink, name = dispatch.nvlink, dispatch.name
         if max_tokens is not None and (nvlink or name in ("auto", "nvlink", "hierarchical")):
             nvlink = nvlink or NVLinkOptions()
             nvlink = nvlink if nvlink.max_tokens else replace(nvlink, max_tokens=max_tokens)
         clones = self.clones or (CloneOptions() if self.sharding.clones else None)
-        return DispatchOptions(
-            name=name, nvlink=nvlink, fp8=self.sharding.fp8_dispatch, clones=clones
-        )
+        return replace(dispatch, nvlink=nvlink, clones=clones)
 
     def check_sharding(self) -> None:
         """Raise ValueError for options of sharding that cannot be combined."""

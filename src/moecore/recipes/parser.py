@@ -14,11 +14,9 @@ A flag begins with the name of its table if `Table` says so, or if two fields ha
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import difflib
 import inspect
 import io
-import json
 import sys
 import tomllib
 import types
@@ -34,6 +32,7 @@ import torch
 from moecore.base.command_options import (
     CommandOption,
     find_table,
+    format_toml_tables,
     get_field_default,
     list_hint_members,
     list_options,
@@ -137,24 +136,14 @@ def flatten_tables(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def format_toml(config: Any) -> str:
     """Return a command's options as TOML that `parse` reads; options that are None are omitted."""
-    lines: dict[str, list[str]] = {"": []}
+    tables: dict[str, dict[str, Any]] = {"": {}}
     config_class: Any = type(config)
     for option in list_options(config_class):
-        record = getattr(config, option.table) if option.table else config
-        if record is None or not option.is_saved:
-            continue
-        is_mapping = isinstance(record, Mapping)
-        value = record.get(option.name) if is_mapping else getattr(record, option.name)
-        if value is not None:
-            lines.setdefault(option.table, []).append(f"{option.name} = {_format_value(value)}")
-    tables = getattr(config, "stage_tables", ())
-    if tables:
-        lines[""] = [line for line in lines[""] if not line.startswith("steps = ")]
-        lines[""].append(f"stages = {_format_value(tables)}")
-    texts = [
-        "\n".join([*([f"[{table}]"] if table else []), *of, ""]) for table, of in lines.items()
-    ]
-    return "\n".join(texts)
+        if option.is_saved:
+            tables.setdefault(option.table, {})[option.name] = option.get_value(config)
+    if stages := getattr(config, "stage_tables", ()):
+        tables[""] |= {"steps": None, "stages": stages}
+    return format_toml_tables(tables)
 
 
 def _read_words(
@@ -305,20 +294,3 @@ def _format_default(value: Any) -> str:
     if isinstance(value, list | tuple):
         return " ".join(map(_format_default, value)) or "none"
     return str(value).removeprefix("torch.")
-
-
-def _format_value(value: Any) -> str:
-    """Return a value as TOML; a record becomes an inline table."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_format_value, value))}]"
-    if is_dataclass(value) or isinstance(value, dict):
-        record: Any = value
-        pairs = (record if isinstance(record, dict) else dataclasses.asdict(record)).items()
-        return f"{{{', '.join(f'{name} = {_format_value(of)}' for name, of in pairs)}}}"
-    if isinstance(value, torch.dtype):
-        value = str(value).removeprefix("torch.")
-    return json.dumps(str(value), ensure_ascii=False)  # a basic string of TOML has these escapes

@@ -18,9 +18,10 @@ from moecore.io import latest, load
 from moecore.io.checkpoint.manifest import read_manifest
 from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.models import Decoder
+from moecore.planning.options import DEGREES
 from moecore.recipes.checkpoints import find_newest_checkpoint, get_checkpoint_dir
 from moecore.recipes.decoder_config import replace_rotary
-from moecore.recipes.options import DEGREES, RunConfig
+from moecore.recipes.options import RunConfig
 from moecore.recipes.parser import flatten_tables, read_toml
 from moecore.recipes.report import CONFIG
 from moecore.recipes.schedule import TrainingStage
