@@ -90,12 +90,16 @@ def run_ranks(
     with tempfile.TemporaryDirectory(dir=SHARED_FOLDER) as folder:
         path = os.path.join(folder, "result.pt")
         setup = (world_size, transport, path, dict(os.environ), worker, args)
-        if device_type == "cuda":
-            _join(_start(setup, range(world_size), "spawn"))
-        else:
-            num_alike, servers = max(1, world_size - 1), _servers(imported)
-            last = _fork(setup, range(num_alike, world_size), servers[1])
-            _join(_fork(setup, range(num_alike), servers[0]), last)
+        try:
+            if device_type == "cuda":
+                _join(_start(setup, range(world_size), "spawn"))
+            else:
+                num_alike, servers = max(1, world_size - 1), _servers(imported)
+                last = _fork(setup, range(num_alike, world_size), servers[1])
+                _join(_fork(setup, range(num_alike), servers[0]), last)
+        finally:
+            for output in sorted(Path(folder).glob("*.output")):
+                sys.stderr.write(output.read_text(errors="replace"))
         return torch.load(path, weights_only=False)
 
 
@@ -195,6 +199,9 @@ def _main(
     args: Any,
 ) -> None:
     rank = first_rank + index
+    output = os.open(f"{path}.{rank}.output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)  # pytest shows it if the test fails; a server's own would be the terminal
+    os.dup2(output, 2)
     os.environ.clear()  # a fork has the server's, which may be older
     os.environ.update(environ)
     # What loads its data forks from the rank, as by default; else it would start another server.
