@@ -444,4 +444,5 @@ def test_an_absent_rank_is_named_within_the_timeout(results: dict[str, Any]) -> 
 
 def test_overflow_names_rank_and_factor(results: dict[str, Any]) -> None:
     first, *others = results["overflow"]
-    assert f"must be >= {NUM_RANKS:.4g} for the" in first and "rank 0" in first and not any(others)
+    assert f"must be >= {NUM_RANKS:.4g} for the" in first and "rank 0" in first
+    assert set(others) <= {"no error"}
