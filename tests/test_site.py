@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+
+from moecore.cli import main
 
 pytest.importorskip("mkdocstrings", reason="the site's generator, which extra `site` has")
 ROOT = Path(__file__).parent.parent
@@ -60,3 +63,20 @@ def render(url: str, folder: Path) -> str:
 def test_pages_in_a_browser(site: str, page: str, texts: list[str], tmp_path: Path) -> None:
     html = render(f"{site}/{page}", tmp_path)
     assert [text for text in texts if text not in html] == []
+
+
+def test_a_plan_page_in_a_browser(tmp_path: Path) -> None:
+    """A file without a server: the given plan first, and another choice when it is selected."""
+    page, profile = tmp_path / "plan.html", tmp_path / "profile"
+    main(["plan", "--preset", "tiny", "--gpus", "4", "--pp", "2", "--html", str(page)])
+    text = page.read_text()
+    data = json.loads(text.split('type="application/json">')[1].split("</script>")[0])
+    lines = [data["choices"][key]["line"] for key in (data["given"], "8192,2,nothing")]
+    html = render(page.as_uri(), profile)
+    assert html.count("<select>") == 3 and f"<p>{lines[0]}</p>" in html and "Stages</h2>" in html
+    select = "const [a, b] = selects; a.value = 8192; b.value = 2; b.onchange()"
+    page.write_text(text.replace("</body>", f"<script>{select}</script></body>"))
+    html = render(page.as_uri(), profile)
+    assert f"<p>{lines[1]}</p>" in html and "Stages</h2>" not in html
+    kinds = [kind for rank in data["choices"]["8192,2,nothing"]["ranks"] for kind in rank]
+    assert html.split("</main>")[0].count("<rect") == len(kinds) and lines[0] != lines[1]

@@ -122,6 +122,13 @@ class Bars(HTMLParser):
             assert self.open.pop() == tag
 
 
+@pytest.fixture
+def few_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of plans have choices of recompute only, which test_choices.py has in full."""
+    monkeypatch.setattr("moecore.planning.choices.SCALES", (1,))
+
+
+@pytest.mark.usefixtures("few_choices")
 def test_page_has_what_the_plan_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, page = tmp_path / "gpu.toml", tmp_path / "plan.html"
     file.write_text('like = "h100-80"')
@@ -155,6 +162,7 @@ MODEL = ["--preset", "tiny", "--gpus", "4", "--seq-len", "64"]
 DEGREES = ["--pp", "2", "--ep", "2", "--micro-batches", "4"]
 
 
+@pytest.mark.usefixtures("few_choices")
 @pytest.mark.parametrize(("gpu", "precision"), UNTIMED)
 def test_a_time_that_is_not_modelled_is_no_number(gpu, precision, tmp_path, capsys) -> None:
     scaling = "blockwise" if precision == "auto" else precision

@@ -261,8 +261,8 @@ def _write_plan_files(args: Any, memory_plan: MemoryPlan, time_plan: TimePlan | 
         raise ValueError(f"--png and --timeline must be left out: {error}") from error
     if args.html is not None:
         title = f"{args.preset or args.config}, {args.gpus} {format_gpu_name(args)}"
-        gpu_bytes = get_gpu(select_gpu(args)).memory
-        args.html.write_text(format_page(memory_plan, time_plan, title, gpu_bytes))
+        print("moecore: planning the choices of the page", file=sys.stderr, flush=True)
+        args.html.write_text(format_page(memory_plan, time_plan, title, _load_table(args)))
     if args.timeline is not None and timeline is None:
         reason = f"without a time ({time_plan})" if isinstance(time_plan, str) else "without stages"
         raise ValueError(f"--timeline ({args.timeline}) must be left out {reason}: drop it")

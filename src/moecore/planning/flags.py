@@ -103,7 +103,7 @@ class PlanConfig(PlannedConfig):
         write: write the TOML of the run, or of the best layout, for moecore pretrain.
         png: write a PNG of the memory per pipeline rank.
         timeline: write a PNG of the pipeline schedule of a step.
-        html: write an HTML page of memory, time and stages.
+        html: write an HTML page of memory, time and stages, also for other batches and recompute.
         table: a cost table from moecore measure.
         pairs_hide: share of inter-node exchange time that overlapped stages hide; None = 0.93.
         json: print one JSON object.

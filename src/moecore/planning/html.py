@@ -1,18 +1,24 @@
 """A plan as an HTML page: memory of ranks, parts of the step, and pipeline stages as bars.
 
-The page has no script and loads no files. Bars are SVG.
+Bars are SVG. The page embeds the plans of other choices and the script choices.js, which shows
+them. The page loads no files. Without JavaScript it shows the given plan.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
+from importlib.resources import files
 from typing import Any
 
-from moecore.base.fields import NumBytes, check_arguments
+from moecore.base.fields import check_arguments
 from moecore.base.text import format_bytes
 from moecore.parallel.pipeline.orders import list_actions
 from moecore.parallel.pipeline.timeline import COLOURS, NAMES, Timeline
+from moecore.planning.choices import format_key, make_choice, plan_choices
+from moecore.planning.costs import CostTable
+from moecore.planning.gpus import get_gpu
 from moecore.planning.memory import MemoryPlan
 from moecore.planning.times import TimePlan
 
@@ -22,25 +28,26 @@ STYLE = "body{font:14px sans-serif;margin:2em}i{display:inline-block;width:1em;h
 Part = tuple[float, float, str, str]  # start, length, colour, title
 
 
-def format_page(
-    plan: MemoryPlan, time_plan: TimePlan | str, title: str, gpu_bytes: NumBytes
-) -> str:
-    """Return the HTML of a plan's memory and time, with a line at `gpu_bytes` bytes.
+def format_page(plan: MemoryPlan, time_plan: TimePlan | str, title: str, table: CostTable) -> str:
+    """Return the HTML of a plan's memory and time, and of the choices near the plan.
 
-    `time_plan` is the time plan of the run, or the reason why its time is not modelled.
+    `time_plan` is the time plan of the run, or the reason why its time is not modelled. `table` is
+    the cost table of the plan.
     """
     check_arguments(format_page, locals())
+    gpu_bytes, choices = get_gpu(table.gpu).memory, plan_choices(plan.run, table)
     kinds = list(dict.fromkeys(kind for rank in plan.ranks for kind in rank.device))
     colours = _assign_colours(kinds)
     parts = [_make_stacked_parts(rank.device, colours, format_bytes) for rank in plan.ranks]
     rows = [(f"pp rank {r.pp_rank}", bars) for r, bars in zip(plan.ranks, parts, strict=True)]
-    line = time_plan if isinstance(time_plan, str) else time_plan.line
     axis_length = max(gpu_bytes, *(rank.num_bytes for rank in plan.ranks))
+    line = make_choice(plan, time_plan, table).line
     body = [
         f"<h1>{escape(title)}</h1><p>{escape(line)}</p>",
         f"<h2>Memory of a GPU, of {format_bytes(gpu_bytes)}</h2>",
         _draw_bars(rows, axis_length, line_position=gpu_bytes),
         _draw_legend(colours),
+        "<section>",
     ]
     if not isinstance(time_plan, str):
         sizes: dict[str, float] = {part: s for part, s in time_plan.parts.items() if s}
@@ -54,7 +61,18 @@ def format_page(
             named = {NAMES[kind]: colour for kind, colour in COLOURS.items()}
             body += ["<h2>Stages</h2>", _draw_bars(rows, timeline.makespan), _draw_legend(named)]
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
-    return f"<!doctype html><html><head>{head}</head><body>{''.join(body)}</body></html>\n"
+    kinds += [kind for choice in choices.values() for rank in choice["ranks"] for kind in rank]
+    data = {"choices": choices, "given": format_key(plan.run), "gpu": gpu_bytes}
+    data |= {"colours": _assign_colours(dict.fromkeys(kinds))}
+    data |= {"label": LABEL, "width": WIDTH, "row": ROW}
+    text = json.dumps(data).replace("<", "\\u003c")  # no tag of a name ends the script
+    script = (files("moecore.planning") / "choices.js").read_text()
+    return (
+        f'<!doctype html><html><head>{head}</head><body><div id="controls"></div>'
+        f"<main>{''.join(body)}</section></main>"
+        f'<script id="plans" type="application/json">{text}</script>'
+        f"<script>{script}</script></body></html>\n"
+    )
 
 
 def _assign_colours(names: Iterable[str]) -> dict[str, str]:
