@@ -299,8 +299,8 @@ PRECISIONS = Registry(
     "precision",
     {
         "auto": Precision(recipe=Recipe(), roles=("experts",), only_faster=True),
-        **{frozen: Precision(frozen=frozen) for frozen in get_args(FrozenFormat)},
         **{scaling: Precision(recipe=Recipe(scaling=scaling)) for scaling in SCALINGS},
+        **{kind: Precision(frozen=kind) for kind in get_args(FrozenFormat) if kind not in SCALINGS},
     },
 )
 NamedPrecision = Annotated[PrecisionName | str, OneOf(PRECISIONS)]
