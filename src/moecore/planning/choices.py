@@ -17,7 +17,7 @@ from moecore.planning.option_sets import OPTIONS
 from moecore.planning.run import TrainingRun
 from moecore.planning.times import TimePlan, plan_time
 
-SCALES = (0.5, 1, 2, 4)  # planned sequence lengths and batch sizes / those of the given run
+SCALES = (0.5, 1, 2, 4)  # factors on the given run's sequence length and batch size
 TOO_LARGE = "not planned: a choice with fewer tokens does not fit"
 
 
@@ -55,7 +55,8 @@ def format_key(run: TrainingRun) -> str:
 def plan_choices(run: TrainingRun, table: CostTable) -> dict[str, dict[str, Any]]:
     """Return the fields of each valid `Choice` near `run`, by `format_key`.
 
-    The recomputed parts are those of `run`, no parts, and the first of each overhead in `OPTIONS`.
+    The sets of recomputed parts are the set of `run`, none, and the first set of each overhead in
+    `OPTIONS`.
     A choice is planned if it is `run`, or if the same recompute fits with the next smaller
     sequence length and the next smaller batch size. A plan takes about 0.3 s of CPU time.
     """

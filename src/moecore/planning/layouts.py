@@ -66,9 +66,9 @@ class SearchRequest(CheckedRecord):
         seq_len: tokens of a row, a packed sequence.
         global_batch: rows of a step over all data ranks; None = 8 per GPU.
         fsdp: the sharding of parameters; "any" = weights stay unsharded in a step if that fits.
-        memory: recomputation and offload; "any" = only as much as is needed to fit.
+        memory: recomputation and offload; "any" = the least that fits.
         precision: the matmuls in FP8; "any" = FP8 if it is needed to fit or saves time.
-        optimizer: the optimizer's state; "any" = reduced only as much as is needed to fit.
+        optimizer: the optimizer's state; "any" = the least reduction that fits.
         nvlink: the capacity of dispatcher "nvlink" for layouts whose expert ranks are in one node;
             "any" = twice the rows of even loads; None = dispatcher "alltoall".
         reserve: share of GPU and host memory that no plan may use: for the CUDA context, NCCL, the

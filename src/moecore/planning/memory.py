@@ -4,7 +4,7 @@
     dry run of few layers -> Segments by kind -> allocated bytes in the order of the rank's schedule
 
 A dry run counts temporary memory of operations. It does not count fragmentation of the allocator
-and NCCL's buffers. The ranks of a pipeline stage need as much memory as its first rank, or less.
+and NCCL's buffers. No rank of a pipeline stage needs more memory than its first rank.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class MemoryPlan:
         return max(self.ranks, key=lambda rank: rank.num_bytes)
 
     def count_pinned_bytes(self, gpu: Gpu) -> int:
-        """Return a server's pinned host bytes, if all ranks pin as much as the largest rank."""
+        """Return a server's pinned host bytes, if all ranks pin the bytes of the largest rank."""
         ranks = min(gpu.server, self.run.num_gpus)
         return ranks * max(sum(rank.host.values()) for rank in self.ranks)
 

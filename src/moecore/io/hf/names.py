@@ -89,7 +89,7 @@ def plan_hf_tensors(
     """Return {native name: `FileRecipe`} of a native decoder's tensors, in state dict order.
 
     A recipe lists the Hugging Face tensors that store the native tensor. `layout` selects the names
-    of expert tensors. `shapes` maps native names to shapes; None = those of `Decoder(config)`.
+    of expert tensors. `shapes` maps native names to shapes; None = shapes of `Decoder(config)`.
     """
     check_arguments(plan_hf_tensors, locals())
     if shapes is None:

@@ -108,7 +108,7 @@ class BitsAndBytesSource(TensorSource):
 
     A group is a run of `blocksize` values of the flat matrix. A nested scale is
     nested_quant_map[code] * nested_absmax + nested_offset. If NF4 values in groups of 64 are
-    quantised again, codes and scales equal those of the files.
+    quantised again, codes and scales equal the files' codes and scales.
     """
 
     dtype: torch.dtype = torch.float32

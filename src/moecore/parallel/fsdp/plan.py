@@ -98,7 +98,7 @@ class FlatLayout:
         flat shard        | a: padded shard |..| b: padded shard |..|      .. = alignment
         flat unsharded    | a: rank 0 | a: rank 1 |..| b: rank 0 | b: rank 1 |..|
 
-    Shards are those of FSDP2: rank r has indices r * n to (r + 1) * n of dim 0, n = ceil(size /
+    Shards are as in FSDP2: rank r has indices r * n to (r + 1) * n of dim 0, n = ceil(size /
     ranks). The padded shards of a parameter are contiguous in the unsharded buffer. The unsharded
     parameter is a view of these shards, or a copy if it is sharded along another dim.
 

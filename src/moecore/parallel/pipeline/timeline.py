@@ -251,7 +251,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Simulate a schedule with these costs and return its timeline.
 
     An `Overlap` has one compute stream and one communication stream. Its time is the maximum of the
-    summed compute, the summed communication, and each action's time alone. The results of both
+    summed compute, the summed communication, and each action's own time. The results of both
     actions are sent at its end.
 
     Raises:

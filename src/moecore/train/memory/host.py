@@ -6,7 +6,7 @@
     HostSlots     a few slots for chunks of tensors                HostAdamW (`optim/host_step.py`)
 
 The classes on the right choose which tensors are copied and when. All memory is allocated as slabs,
-because pinning as much memory as a GPU has takes seconds. torch rounds every pinned allocation up
+because pinning the size of a GPU's memory takes seconds. torch rounds every pinned allocation up
 to a power of two, so the size of a slab is a power of two. All copies run on a `CopyStream`
 (`streams.py`), and a `CopyEvent` marks the end of a copy.
 """
