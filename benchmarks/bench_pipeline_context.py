@@ -82,11 +82,11 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--preset", default="qwen3-30b-a3b")
-    add("--layers", type=int, default=8, help="of all stages")
+    add("--layers", type=int, default=16, help="of all stages")
     add("--pp", type=int, default=4)
     add("--micro-batches", type=int, default=4, help="of one row each")
-    add("--gib", type=float, default=32.0, help="memory of the GPU that may be used")
-    kibi = [n * 1024 for n in (16, 20, 24, 28, 32, 40, 48, 56, 64, 72, 80, 96)]
+    add("--gib", type=float, default=48.0, help="memory of the GPU that may be used")
+    kibi = [n * 1024 for n in (16, 20, 24, 40, 56, 64, 72)]
     add("--lengths", type=int, nargs="+", default=kibi, help="tokens of a row, in rising order")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--results", type=results_path, help="folder or .jsonl file of records")
