@@ -28,7 +28,8 @@ experts; losses and gradient norms must agree to 1e-4. The fields of a row:
     differences       the same for each tenth of the steps of replicas
     other_choices     tokens for which the one process would choose other experts: roundings decide
                       between nearly equal scores
-    routing_faults    of these tokens, those whose scores are not equal up to 1e-4
+    largest_gap       the largest difference of scores that explains such a choice, in powers of two
+    routing_faults    of these tokens, those whose difference is above 1e-4, as (step, difference)
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from typing import Any
 
 import safetensors
 import torch
-from tests.integrations.torchft_runs import NUM_RANKS, Replica, lighthouse, lines_of, replayed
+from tests.integrations.torchft_runs import NUM_RANKS, TIE, Replica, lighthouse, lines_of, replayed
 
 from benchmarks.records import append_rows, results_path
 from moecore.io.checkpoint.host_memory import HOST_VARIABLE
@@ -257,8 +258,12 @@ def run_replicas(plan: Plan, folder: Path) -> Row:
         for rank in [rank for replica in alive for rank in replica.ranks]:
             rank.join(PATIENCE_S)
             assert rank.exitcode == 0, rank
-    rows = [row for replica in replicas for log in replica.logs for row in lines_of(log)]
-    figures = compare_replicas(rows, plan.num_replicas, began)
+    logs = [log for replica in replicas for log in replica.logs]
+    rows, forwards = (
+        [row for log in logs for row in lines_of(log.with_suffix(suffix))]
+        for suffix in (".jsonl", ".forwards")
+    )
+    figures = compare_replicas(rows, forwards, plan.num_replicas, began)
     figures["timeouts"] = len(replicas) - plan.num_replicas - len(kills)
     return {"kills": len(kills), "restart_s": sum(restarts) / max(1, len(restarts)), **figures}
 
@@ -269,7 +274,7 @@ def read_newest_step(replicas: list[Replica]) -> int:
     return max(max(read_last(log, "place") or [0]) for log in logs)
 
 
-def compare_replicas(rows: list[Row], num_replicas: int, began: float) -> Row:
+def compare_replicas(rows: list[Row], forwards: list[Row], num_replicas: int, began: float) -> Row:
     """Return the figures of replicas, of which one process repeats all steps; check their bits."""
     steps, bits = defaultdict[int, list[Row]](list), defaultdict[Any, set[Any]](set)
     for row in rows:
@@ -282,8 +287,11 @@ def compare_replicas(rows: list[Row], num_replicas: int, began: float) -> Row:
     assert all(len(values) == 1 for values in bits.values()), "replicas differ"
     sizes = {step: steps[step][0]["place"][2] for step in sorted(steps)}
     choices = {step: [None] * NUM_RANKS * size for step, size in sizes.items()}
-    for row in (row for step in sizes for row in steps[step]):  # a killed rank may lack its row
-        choices[row["place"][0]][row["place"][1] * NUM_RANKS + row["rank"]] = row["choices"]
+    for row in forwards:
+        step, replica, size = row["place"]
+        if sizes.get(step) == size:
+            choices[step][replica * NUM_RANKS + row["rank"]] = row["choices"]
+    assert not any(None in ids for ids in choices.values()), "the choices of a rank are missing"
     differences, steps_again = list[float](), replayed(choices)
     for step, made in enumerate(steps_again):
         pairs = [(row["norm"], made.norm) for row in steps[step]]
@@ -292,6 +300,8 @@ def compare_replicas(rows: list[Row], num_replicas: int, began: float) -> Row:
         differences.append(max(abs(value - other) / other for value, other in pairs))
     ends = [min(row["ended"] for row in steps[step]) for step in sizes]
     seconds = sum(min(row["seconds"] for row in steps[step]) for step in sizes)
+    tenth = -(-len(steps) // 10)
+    gaps = [(step, gap) for step, made in enumerate(steps_again) for gap in made.gaps]
     return {
         "minutes": (ends[-1] - began) / 60,
         "steps": len(steps),
@@ -300,11 +310,10 @@ def compare_replicas(rows: list[Row], num_replicas: int, began: float) -> Row:
         "goodput": seconds / (ends[-1] - began),
         "full_steps": list(sizes.values()).count(num_replicas),
         "difference": max(differences),
-        "differences": [
-            max(differences[i * len(steps) // 10 : (i + 1) * len(steps) // 10]) for i in range(10)
-        ],
-        "other_choices": sum(made.other_choices for made in steps_again),
-        "routing_faults": sum(made.faults for made in steps_again),
+        "differences": [max(differences[i : i + tenth]) for i in range(0, len(steps), tenth)],
+        "other_choices": len(gaps),
+        "largest_gap": max((gap for _, gap in gaps), default=0.0),
+        "routing_faults": [(step, gap) for step, gap in gaps if gap > TIE],
     }
 
 
@@ -356,7 +365,7 @@ def main() -> int:
         for way, future in rows.items():
             row = future.result()
             if way == "replicas":
-                problems += row["difference"] > TOLERANCE or row["routing_faults"] > 0
+                problems += row["difference"] > TOLERANCE or bool(row["routing_faults"])
             else:
                 row |= compare_commands(Path(folder) / way, Path(folder) / "undisturbed")
                 problems += row["differing_losses"] + row["differing_tensors"]

@@ -31,6 +31,7 @@ SERVER = multiprocessing.get_context("forkserver")  # imports once what each ran
 SERVER.set_forkserver_preload(["moecore.integrations.torchft", __name__])
 PAUSE_STEP = 10
 TIE = 1e-4  # scores are equal up to it, after a few thousand steps of roundings
+GAPS = [TIE / 2**n for n in range(12, -13, -1)]
 PATIENCE_S = 120.0  # for what takes seconds
 
 
@@ -82,6 +83,9 @@ def main(
 ) -> None:
     """Train until the step in the file "stop" beside the log, to which each attempt adds a line.
 
+    The choices of an attempt are in the file with the suffix "forwards" before the attempt ends, so
+    that they are known if this rank is killed after the others have counted the step.
+
     After `strays_after` attempts it is taken for one that has made steps of its own. In step
     `PAUSE_STEP`, rank 1 sleeps for `pause_s` before it averages gradients.
     """
@@ -98,7 +102,10 @@ def main(
     choices = list[Any]()  # the expert ids [T, K] of the step
     (router,) = routers_of(model)
     router.register_forward_hook(lambda _, _x, y: choices.append(y.chosen_ids_TK.tolist()))
-    with log.open("w", buffering=1) as lines:
+    with (
+        log.open("w", buffering=1) as lines,
+        log.with_suffix(".forwards").open("w", buffering=1) as forwards,
+    ):
         attempts = 0
         while replicas.step < num_steps(log.parent / "stop"):
             place, began = replicas.begin(), time.perf_counter()
@@ -107,14 +114,16 @@ def main(
             attempts += 1
             choices.clear()
             losses = step.forward_backward([batch_of(place.step, place.replica, rank)])
+            row = {"place": list(place), "rank": rank}
+            forwards.write(json.dumps(row | {"choices": choices[0]}) + "\n")
             time.sleep(pause_s * (place.step == PAUSE_STEP and rank == 1))
             done = replicas.finish()
-            row = {"place": list(place), "rank": rank, "loss": losses.item()}
+            row |= {"loss": losses.item()}
             row |= {"ended": time.time(), "seconds": time.perf_counter() - began}
             if done is not None:
                 chosen = sum(int(n.sum()) for n in done.metrics.tokens_per_expert.values())
                 row |= {"norm": float(done.norm.total), "chosen": chosen}
-                row |= {"digest": digest(model, optimizer), "choices": choices[0]}
+                row |= {"digest": digest(model, optimizer)}
             lines.write(json.dumps(row) + "\n")
     replicas.close()
     dist.destroy_process_group()
@@ -183,44 +192,51 @@ class Replay(NamedTuple):
 
     norm: float
     losses: list[float]
-    other_choices: int  # tokens for which the process would choose other experts
-    faults: int  # of these tokens: other experts also if scores differed by `TIE`
+    gaps: list[float]  # of tokens with other choices: see `RecordedChoices.measure_gap`
 
 
 class RecordedChoices:
-    """A `ChoiceTape` with the expert ids of the next forwards; None = the router chooses."""
+    """A `ChoiceTape` with the expert ids of the next forwards."""
 
     def __init__(self, router: Any) -> None:
         self.of_forwards: Iterator[Any] = iter(())
-        self.other_choices = self.faults = 0
+        self.gaps = list[float]()
         router.tape = self
-        router.register_forward_hook(self.count_other_choices)
+        router.register_forward_hook(self.measure_other_choices)
 
     def get_recorded_choice(
         self, num_tokens: int, device: torch.device, choose: Callable[[], Tensor]
     ) -> tuple[Tensor, None]:
         self.best_TK, ids_TK = choose(), next(self.of_forwards)
-        return (self.best_TK if ids_TK is None else torch.tensor(ids_TK).int()), None
+        return torch.tensor(ids_TK).int(), None
 
     def observe_choice(self, ids_TK: Tensor) -> None:
         pass
 
-    def count_other_choices(self, router: Any, _: Any, routing: Any) -> None:
+    def measure_other_choices(self, router: Any, _: Any, routing: Any) -> None:
         best_TK, chosen_TK = (x.sort().values for x in (self.best_TK, routing.chosen_ids_TK))
         for t in (best_TK != chosen_TK).any(1).nonzero().flatten():
-            bias_E = router.selection_bias.clone()
-            bias_E[chosen_TK[t]] += TIE
-            bias_E[best_TK[t]] -= TIE  # lowers the sum of their group as well
-            again_1K, _ = route(routing.logits_TE[t].detach()[None], bias_E, router.options)
-            self.other_choices += 1
-            self.faults += not torch.equal(again_1K[0].sort().values, chosen_TK[t])
+            logits_1E = routing.logits_TE[t].detach()[None]
+            self.gaps.append(measure_gap(router, logits_1E, best_TK[t], chosen_TK[t]))
+
+
+def measure_gap(router: Any, logits_1E: Tensor, best_K: Tensor, chosen_K: Tensor) -> float:
+    """Return the least of `GAPS` with which `chosen_K` are the best experts, or inf.
+
+    The gap is added to the scores of `chosen_K` and subtracted from the scores of `best_K`.
+    """
+    for gap in GAPS:
+        bias_E = router.selection_bias.clone()
+        bias_E[chosen_K] += gap
+        bias_E[best_K] -= gap  # lowers the sum of their group as well
+        again_1K, _ = route(logits_1E, bias_E, router.options)
+        if torch.equal(again_1K[0].sort().values, chosen_K):
+            return gap
+    return math.inf
 
 
 def replayed(made: dict[int, list[Any]]) -> list[Replay]:
-    """Return the steps of one process; `made` has the expert ids [T, K] of each step's ranks.
-
-    None = unknown expert ids, which the process chooses itself.
-    """
+    """Return the steps of one process; `made` has the expert ids [T, K] of each step's ranks."""
     model = Decoder(MODEL)
     model.init_weights(0)
     parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"))
@@ -232,7 +248,6 @@ def replayed(made: dict[int, list[Any]]) -> list[Replay]:
         places = [divmod(i, NUM_RANKS) for i in range(len(choices))]
         losses = step.forward_backward([batch_of(number, *place) for place in places])
         norm = step.finish().norm
-        counts = tape.other_choices, tape.faults
-        found.append(Replay(float(norm.total), losses.tolist(), *counts))
-        tape.other_choices = tape.faults = 0
+        found.append(Replay(float(norm.total), losses.tolist(), tape.gaps))
+        tape.gaps = []
     return found
