@@ -36,6 +36,7 @@ from moecore.parallel.pipeline.orders import PAIRING
 from moecore.parallel.pipeline.run import forward_pipeline, run_pipeline
 from moecore.parallel.pipeline.stages import get_loss
 from moecore.precision.amax import advance_amax, has_amax_history
+from moecore.train.graphs.regions import drop_graphs
 from moecore.train.loss_scale import DynamicLossScale, LossScale
 from moecore.train.rerun import Reruns, drop_step
 from moecore.train.spikes import SpikeLimit, SpikeOptions
@@ -485,9 +486,11 @@ class TrainStep:
     def close(self) -> None:
         """Free buffers that other ranks access ("nvlink", "nccl_ep", `FSDPOptions.nccl_ub`).
 
+        Also free the graphs of `DenseOptions.graph`, for which `destroy_process_group` would wait.
         Collective. Later forwards allocate new buffers. After an ExchangeError, buffers are freed
         and the error is raised; training can continue.
         """
+        drop_graphs(self.model)
         for exchanges in self._exchanges:
             exchanges.close()
 

@@ -84,11 +84,19 @@ CASES = {
     "micro-batches in flight": Case(in_flight=True, pairs=MICRO_BATCHES),
     "stages": Case(parts=3, pp=2, schedule=PipelineConfig(schedule="1f1b"), pairs=2),
     "pairs": Case(schedule=PipelineConfig(schedule="overlapped"), pairs=2),
-    "tp": Case(parts=LAYERS - 1, tp=2),  # what is sent
-    "cp": Case(parts=2 * (LAYERS - 1), cp=2),  # and routers
-    "cp, shared experts, latent attention": Case(**SHARED | dict(parts=3 * LAYERS), cp=2),
+    "tp": Case(tp=2),
+    "tp, shared experts, latent attention, a token ahead": Case(**SHARED, tp=2),
+    "tp, pairs": Case(tp=2, schedule=PipelineConfig(schedule="overlapped"), pairs=2),
+    "tp, micro-batches in flight": Case(tp=2, in_flight=True, pairs=MICRO_BATCHES),
+    "cp by a ring": Case(cp=2, options=dict(context=ContextOptions(way="p2p"))),
+    "cp by all-to-alls": Case(cp=2, options=dict(context=ContextOptions(way="a2a"))),
+    "cp by all-gathers": Case(cp=2, options=dict(context=ContextOptions(way="allgather"))),
+    "cp, shared experts, latent attention": Case(**SHARED, cp=2),
     "attention offloaded, over cp": Case(
-        parts=2 * (LAYERS - 1), cp=2, options=dict(memory=MemoryOptions(offload=("attention",)))
+        parts=2 * (LAYERS - 1),
+        cp=2,
+        scopes=("router", "dispatch"),
+        options=dict(memory=MemoryOptions(offload=("attention",))),
     ),
     "scopes": Case(
         parts=2 * (LAYERS - 1),
@@ -212,8 +220,6 @@ def test_replays_train_as_eager_calls_do(name: str, results: dict[str, Any]) -> 
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "tp": (dict(tp=2, scopes=("attention",)), r"ParallelConfig.tp \(2\) = 1"),
-    "cp": (dict(cp=2, scopes=("attention", "router")), r"ParallelConfig.cp \(2\) = 1"),
     "offload": (
         dict(memory=MemoryOptions(offload=("experts", "attention"))),
         r"MemoryOptions.offload \('attention'\)",
