@@ -11,6 +11,7 @@ from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parall
 from moecore.models import Decoder, preset
 from moecore.rl import RouterReplay
 from moecore.train import GraphedForwardBackward
+from tests.helpers.ranks import run_ranks
 from tests.train.graphs.graph_fakes import fake_steps
 
 STEPS, ROWS, LENGTH = 6, 2, 32
@@ -66,10 +67,14 @@ def test_every_step_has_its_own_choices() -> None:
     assert not torch.equal(graphed, train("cpu", graphed=False, num_choices=1))
 
 
+def worker(rank: int, device: torch.device) -> list[Tensor]:
+    losses = [train("cuda", graphed=graphed) for graphed in (False, False, True)]
+    return [*losses, train("cuda", graphed=False, num_choices=1)]
+
+
 @pytest.mark.gpu
 def test_a_graph_reads_the_choices_of_each_step() -> None:
-    eager, again, graphed = (train("cuda", graphed=g) for g in (False, False, True))
-    other = train("cuda", graphed=False, num_choices=1)
+    eager, again, graphed, other = run_ranks(1, worker, device_type="cuda")
     noise = (eager - again).abs().cummax(0).values
     assert ((eager - graphed).abs() <= 2 * noise).all()
     assert (eager - other).abs()[-3:].min() > 10 * noise.max()

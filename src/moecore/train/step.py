@@ -484,9 +484,8 @@ class TrainStep:
             arguments.raise_pending_errors()
 
     def close(self) -> None:
-        """Free buffers that other ranks access ("nvlink", "nccl_ep", `FSDPOptions.nccl_ub`).
+        """Free graphs of parts, and buffers that ranks access ("nvlink", `FSDPOptions.nccl_ub`).
 
-        Also free the graphs of `DenseOptions.graph`, for which `destroy_process_group` would wait.
         Collective. Later forwards allocate new buffers. After an ExchangeError, buffers are freed
         and the error is raised; training can continue.
         """

@@ -6,9 +6,9 @@ later calls             inputs copied in, forward replayed; gradients copied in,
                         replayed, gradients of inputs and parameters copied out
 
 A part may communicate with the ranks of a process group. NCCL requires that these ranks capture a
-collective together and replay it together. Until the capture, the ranks therefore compare in every
-call whether it equals the previous call, and all of them capture at the same call. After the
-capture, ranks that run the same micro-batches decide equally without communication.
+collective together and replay it together. In call 4 the ranks therefore compare whether all of
+them can capture, otherwise again in calls 8, 16, 32 and so on. After the capture, ranks that run
+the same micro-batches decide equally without communication.
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ class GraphedPart:
         self._name, self._function, self._modules, self._memory = self._init_args[:4]
         self._may_run, self._group = may_use_graph, group
         self._call: _CallSignature | None = None  # the last call of the warm-up, then of the graphs
-        self._num_equal_calls = 0  # calls before the last call of the warm-up that equal it
+        self._num_calls = 0  # of the warm-up, equal on all ranks
+        self._num_equal_calls = 0  # calls directly before the last call that equal it
         self._pairs: dict[_GraphSlot, _GraphPair] = {}
 
     def __reduce__(self) -> Any:
@@ -172,7 +173,7 @@ class GraphedPart:
 
     def drop_graphs(self) -> None:
         """Free the graphs and the shared memory; the part then warms up and is captured again."""
-        self._call, self._pairs = None, {}
+        self._num_calls, self._call, self._pairs = 0, None, {}
         self._memory.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -190,8 +191,8 @@ class GraphedPart:
         call = _CallSignature(spec, kinds, get_autocast_dtype(tensors[0]), facts)
         # A graph reads parameters at their addresses, which units keep. If an address changes, the
         # part warms up and is captured anew.
-        if self._call is not None and call.facts != self._call.facts:
-            self._pairs = {}
+        if self._pairs and self._call is not None and call.facts != self._call.facts:
+            self._num_calls, self._pairs = 0, {}
         is_ready = call == self._call if self._pairs else self._is_warm(call, tensors[0].device)
         if not is_ready:
             return self._function(*args, **kwargs)
@@ -203,15 +204,18 @@ class GraphedPart:
         return pair.replay(tensors, [get_local_param(p, needs_values=False) for p in params])
 
     def _is_warm(self, call: _CallSignature, device: torch.device) -> bool:
-        """Whether `WARM_UP` equal calls precede this call, on all ranks. Collective, host sync."""
-        differs = call != self._call
-        if self._group is not None:
-            flag = torch.tensor(differs, dtype=torch.int32, device=device)
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
-            differs = bool(flag.item())
-        self._num_equal_calls = 0 if differs else self._num_equal_calls + 1
-        self._call = call
-        return self._num_equal_calls >= WARM_UP
+        """Whether `WARM_UP` equal calls precede this call on all ranks. Collective, host sync."""
+        self._num_equal_calls = self._num_equal_calls + 1 if call == self._call else 0
+        self._num_calls, self._call = self._num_calls + 1, call
+        is_warm = self._num_equal_calls >= WARM_UP
+        if self._group is None:
+            return is_warm
+        # Few calls compare, because a part whose shapes differ in every call is never captured.
+        if self._num_calls <= WARM_UP or self._num_calls & (self._num_calls - 1):
+            return False
+        flag = torch.tensor(is_warm, dtype=torch.int32, device=device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(flag.item())
 
     def _may_use_graph(self, tensors: list[Tensor]) -> bool:
         if not tensors or not _can_use_graph(tensors[0]) or is_inside_backward():
@@ -244,7 +248,7 @@ class GraphedPart:
                 pair = _capture_pair(function, inputs, sources, self._memory, slot)
         except Exception as caught:
             error = caught
-        reason = "" if error is None else str(error)
+        reason = "" if error is None else str(error) or type(error).__name__
         if self._group is not None:
             reason = gather_first_problem(reason, self._group)
         if isinstance(error, torch.OutOfMemoryError):
