@@ -7,13 +7,20 @@
     torchrun --nproc-per-node 1 -m benchmarks.bench_lora --preset gpt-oss-20b --precision mxfp4 \
         --rank 32 --seq-len 2048 --document-len 512
     torchrun --nproc-per-node 1 -m benchmarks.bench_lora --variant peft --preset gpt-oss-20b
+    torchrun --nproc-per-node 1 -m benchmarks.bench_lora --rank 0 --preset moonlight-16b-a3b \
+        --moments float8_e4m3fn --checkpointing --seq-len 8192 --document-len 1024
 
 The model has the preset's sizes, random weights in bf16 (fp32 on CPUs) and peft adapters on all
-linears but routers and head, and on both matrices of all experts, which AdamW trains in fp32. All
-ranks share the experts. Every step has the same random tokens, so the loss falls. A step lasts from
-the end of the step before to its own end, on the slowest rank; the median counts. With
-`--document-len` each row has several documents, which attention keeps separate. Rank 0 prints a
-line; `--results` appends a row to <folder>/<day>-<gpu>.jsonl.
+linears but routers and head, and on both matrices of all experts, which AdamW trains in fp32. With
+`--rank 0` AdamW trains all weights instead: in bf16, with remainders of fp32 masters and gradients
+in bf16. All ranks share the experts. Every step has the same random tokens, so the loss falls. A
+step lasts from the end of the step before to its own end, on the slowest rank; the median counts.
+With `--document-len` each row has several documents, which attention keeps separate. Several
+lengths are measured one after the other, on the weights that the length before has trained. Rank 0
+prints a line per length; `--results` appends rows to <folder>/<day>-<gpu>.jsonl.
+
+Processes that start at the same time build their models concurrently on the host. A process then
+allocates GPU memory and trains when no other process builds a model or trains.
 
 Variant "peft" is the same model without moecore, on one rank: transformers' grouped_mm and
 attention, peft's adapters, torch's fused AdamW.
@@ -22,14 +29,18 @@ attention, peft's adapters, torch's fused AdamW.
 from __future__ import annotations
 
 import argparse
+import fcntl
+import gc
 import os
 import sys
+import tempfile
 from contextlib import nullcontext
-from typing import Any, get_args
+from pathlib import Path
+from typing import IO, Any, get_args
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.bench_hf import MAX_NORM, get_compute_dtype, make_row
 from benchmarks.hf_configs import make_hf_config
@@ -49,6 +60,7 @@ from moecore import (
 from moecore.base.options.fsdp import Strategy
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.names import MomentDtype
+from moecore.base.options.precision import FrozenFormat
 from moecore.families import use_causal_attention
 from moecore.families.transformers.lora import LoRAOptions, add_adapters
 from moecore.families.transformers.stock import enable_activation_checkpointing
@@ -59,6 +71,7 @@ from moecore.recipes.metrics import Moment
 from moecore.train import AdamW
 
 Row = dict[str, Any]
+LOCK = Path(tempfile.gettempdir()) / "moecore-bench-lora.lock"
 
 
 def main() -> int:
@@ -71,14 +84,17 @@ def main() -> int:
         print("bench_lora: error: --variant peft needs --nproc-per-node 1", file=sys.stderr)
         return 2
     meshes = build_meshes(ParallelConfig(ep=int(os.environ["WORLD_SIZE"])))
-    try:
-        row = describe(args) | train(args, meshes)
-    except torch.OutOfMemoryError as error:
-        raise SystemExit(f"bench_lora: {str(error).partition('. ')[0]}") from None
+    with LOCK.open("w") as lock:
+        try:
+            rows = train(args, meshes, lock)
+        except torch.OutOfMemoryError as error:
+            raise SystemExit(f"bench_lora: {str(error).partition('. ')[0]}") from None
+        gc.collect()
+        torch.cuda.empty_cache()
     if dist.get_rank() == 0:
-        print(format_row(row), flush=True)
+        print(*map(format_row, rows), sep="\n", flush=True)
         if args.results is not None:
-            append_rows(args.results, "benchmarks.bench_lora", [row])
+            append_rows(args.results, "benchmarks.bench_lora", rows)
     dist.barrier()
     return 0
 
@@ -92,9 +108,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--layers", type=int, help="cut it to so many (None = all)")
     add("--batch-size", type=int, default=1, help="sequences per rank")
     add("--seq-len", type=int, default=4096)
-    add("--document-len", type=int, help="tokens of a document (None = one document per row)")
-    add("--rank", type=int, default=16, help="of the adapters")
-    choices = ["auto", "blockwise", "nf4", "mxfp4"]
+    help_text = "tokens of a document, one measurement each (0 = one document per row)"
+    add("--document-len", type=int, nargs="+", default=[0], help=help_text)
+    add("--rank", type=int, default=16, help="of the adapters (0 = train all weights)")
+    choices = ["auto", "blockwise", *get_args(FrozenFormat)]
     add("--precision", choices=choices, help="of products or frozen experts (None = bf16)")
     add("--frozen-dense", action="store_true", help="also store frozen linears in 4 bits")
     add("--fp8-base", action="store_true", help="store frozen experts in FP8 alone")
@@ -114,13 +131,13 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def describe(args: argparse.Namespace) -> Row:
+def describe(args: argparse.Namespace, document_len: int) -> Row:
     """Return the fields that distinguish two rows."""
     names = ("preset", "batch_size", "seq_len", "rank", "precision", "fp8_base", "checkpointing")
     return {
-        "op": "lora",
+        "op": "lora" if args.rank else "sft",
         "variant": args.variant,
-        "document_len": args.document_len,
+        "document_len": document_len or None,
         "layers": args.layers or preset(args.preset).num_layers,
         "num_gpus": dist.get_world_size(),
         **{name: getattr(args, name) for name in names},
@@ -135,7 +152,7 @@ def describe(args: argparse.Namespace) -> Row:
 
 
 def build(args: argparse.Namespace, meshes: Meshes) -> Any:
-    """Return the parallelized model with adapters and random weights."""
+    """Return the parallelized model with adapters on the meta device."""
     model = build_adapted_model(args, meshes)
     use_causal_attention(model)
     if args.checkpointing:
@@ -146,58 +163,64 @@ def build(args: argparse.Namespace, meshes: Meshes) -> Any:
         dispatch=DispatchOptions(
             nvlink=NVLinkOptions(row_factor=args.row_factor)
         ),  # the GPUs of a host take it
-        precision=Precision(frozen=args.precision, frozen_dense=True)
-        if args.frozen_dense
+        precision=Precision(frozen=args.precision, frozen_dense=args.frozen_dense)
+        if args.precision in get_args(FrozenFormat)
         else args.precision,
         dense=DenseOptions(compile=args.compile),
         memory=MemoryOptions(recompute=tuple(args.recompute), offload_frozen=args.offload_frozen),
         fsdp=FSDPOptions(
             param_dtype=get_compute_dtype(meshes),
+            reduce_dtype=torch.float32 if args.rank else get_compute_dtype(meshes),
             dense_strategy="optim",
             experts_strategy=args.experts_strategy,
         ),
     )
-    model.to_empty(device=meshes.device_type)
-    init_hf(model)
-    init_adapters(model)
-    if args.fp8_base:
-        store_experts_in_fp8(model)
-        if meshes.device_type == "cuda":
-            torch.cuda.empty_cache()
     return model
 
 
 def build_plain(args: argparse.Namespace, meshes: Meshes) -> Any:
-    """Return the model of transformers and peft with random weights."""
+    """Return the model of transformers and peft on the meta device."""
     model = build_adapted_model(args, meshes)
     if args.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.to_empty(device=meshes.device_type)
-    init_hf(model)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            if "lora_B" in name:
-                param.zero_()
     return model
 
 
+def initialise(args: argparse.Namespace, model: Any, device: torch.device) -> None:
+    """Allocate random weights, and adapters whose B is zero."""
+    model.to_empty(device=device)
+    init_hf(model)
+    if args.variant == "peft":
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if "lora_B" in name:
+                    param.zero_()
+    elif args.rank:
+        init_adapters(model)
+    if args.fp8_base:
+        store_experts_in_fp8(model)
+        torch.cuda.empty_cache()
+
+
 def build_adapted_model(args: argparse.Namespace, meshes: Meshes) -> Any:
-    """Return the transformers model with adapters on the meta device."""
+    """Return the transformers model on the meta device, with adapters if they have a rank."""
     from transformers import AutoModelForCausalLM
 
     config, dtype = make_hf_config(args.preset, args.layers), get_compute_dtype(meshes)
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if not args.rank:
+            return base
         return add_adapters(base, LoRAOptions(rank=args.rank, alpha=2 * args.rank))
 
 
-def make_batch(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def make_batch(args: argparse.Namespace, length: int, device: torch.device) -> dict[str, Any]:
     """Return the arguments of a forward, with random tokens; no label crosses documents."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     shape, vocabulary = (args.batch_size, args.seq_len), preset(args.preset).vocab_size
     tokens_BT = torch.randint(0, vocabulary, shape, generator=generator).to(device)
     batch: dict[str, Any] = {"input_ids": tokens_BT, "labels": tokens_BT, "use_cache": False}
-    if (length := args.document_len) is None:
+    if not length:
         return batch
     positions_T = torch.arange(args.seq_len, device=device) % length
     batch["labels"] = torch.where(positions_T == 0, -100, tokens_BT)
@@ -208,14 +231,16 @@ def make_batch(args: argparse.Namespace, device: torch.device) -> dict[str, Any]
     return batch | {"cu_seq_lens_q": ends, "max_length_q": min(length, args.seq_len)}
 
 
-def train(args: argparse.Namespace, meshes: Meshes) -> Row:
-    """Return the losses and times of the steps."""
-    device = torch.device(meshes.device_type)
+def train(args: argparse.Namespace, meshes: Meshes, lock: IO[str]) -> list[Row]:
+    """Return a row with the losses and times of the steps for each length of documents."""
+    is_plain, device = args.variant == "peft", torch.device(meshes.device_type)
+    take(lock, fcntl.LOCK_SH)
+    model = (build_plain if is_plain else build)(args, meshes)
+    take(lock, fcntl.LOCK_EX)
     if args.limit_gib is not None and device.type == "cuda":
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         torch.cuda.set_per_process_memory_fraction(args.limit_gib * 2**30 / total)
-    is_plain = args.variant == "peft"
-    model = (build_plain if is_plain else build)(args, meshes)
+    initialise(args, model, device)
     loaded = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     model.train()
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -223,9 +248,40 @@ def train(args: argparse.Namespace, meshes: Meshes) -> Row:
         optimizer: Any = torch.optim.AdamW(trained, lr=args.lr, fused=True)
         step = None
     else:
-        optimizer = AdamW(trained, lr=args.lr, moment_dtype=getattr(torch, args.moments))
+        optimizer = AdamW(
+            trained,
+            lr=args.lr,
+            moment_dtype=getattr(torch, args.moments),
+            master_remainder=not args.rank and get_compute_dtype(meshes) == torch.bfloat16,
+        )
         step = TrainStep(model, optimizer, max_norm=MAX_NORM)
-    batch = make_batch(args, device)
+    numbers = {"trained": sum(param.numel() for param in trained), "loaded_gib": loaded}
+    rows = []
+    for length in args.document_len:
+        moments, losses = run_steps(args, model, make_batch(args, length, device), optimizer, step)
+        numbers |= make_row(args, moments, torch.stack(losses), device)
+        rows.append(describe(args, length) | numbers)
+    if step is not None:
+        step.close()
+    return rows
+
+
+def take(lock: IO[str], kind: int) -> None:
+    """Take the lock of all processes of this host, shared or exclusive; collective."""
+    if dist.get_rank() == 0:
+        fcntl.flock(lock, kind)
+    dist.barrier()
+
+
+def run_steps(
+    args: argparse.Namespace,
+    model: Any,
+    batch: dict[str, Any],
+    optimizer: Any,
+    step: TrainStep | None,
+) -> tuple[list[Moment], list[Tensor]]:
+    """Run all steps of a batch; return the end of each step and its loss."""
+    device = batch["input_ids"].device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     moments, losses = [], []
@@ -234,7 +290,7 @@ def train(args: argparse.Namespace, meshes: Meshes) -> Row:
             loss = model(**batch).loss
             loss.backward()
         if step is None:
-            nn.utils.clip_grad_norm_(trained, MAX_NORM)
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             optimizer.step()
             optimizer.zero_grad()
         else:
@@ -242,17 +298,14 @@ def train(args: argparse.Namespace, meshes: Meshes) -> Row:
         losses.append(loss.detach())
         moments.append(Moment(device))
     moments[-1].wait_for_gpu()
-    if step is not None:
-        step.close()
-    numbers = {"trained": sum(param.numel() for param in trained), "loaded_gib": loaded}
-    return numbers | make_row(args, moments, torch.stack(losses), device)
+    return moments, losses
 
 
 def format_row(row: Row) -> str:
     """Return the row as a line."""
     return (
-        f"{row['variant']}, {row['layers']} layers, rank {row['rank']}, "
-        f"{row['precision'] or 'no FP8'}: "
+        f"{row['variant']}, {row['preset']}, {row['layers']} layers, rank {row['rank']}, "
+        f"{row['precision'] or 'bf16'}, documents of {row['document_len'] or row['seq_len']}: "
         f"{row['tokens_per_second_per_gpu']:.0f} tokens/s/GPU, {row['step_ms']:.1f} ms, "
         f"{row['peak_gib']:.1f} GiB (loading {row['loaded_gib']:.1f}), "
         f"{row['trained'] / 1e6:.1f} M trained, "

@@ -25,6 +25,7 @@ experts; losses and gradient norms must agree to 1e-4. The fields of a row:
     full_steps        steps of all replicas
     timeouts          replicas that have ended by an error, and were started again as well
     difference        largest relative difference of a loss, or norm of replicas, from the other run
+    differences       the same for each tenth of the steps of replicas
     other_choices     tokens for which the one process would choose other experts: roundings decide
                       between nearly equal scores
     routing_faults    of these tokens, those whose scores are not equal up to 1e-4
@@ -299,6 +300,9 @@ def compare_replicas(rows: list[Row], num_replicas: int, began: float) -> Row:
         "goodput": seconds / (ends[-1] - began),
         "full_steps": list(sizes.values()).count(num_replicas),
         "difference": max(differences),
+        "differences": [
+            max(differences[i * len(steps) // 10 : (i + 1) * len(steps) // 10]) for i in range(10)
+        ],
         "other_choices": sum(made.other_choices for made in steps_again),
         "routing_faults": sum(made.faults for made in steps_again),
     }

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from moecore.planning.report import Kernel, find_kernel_category
 
-COMMUNICATION = ("nccl", "nvlink dispatch", "nvlink clones", "copies to peers", "host copies")
+COMMUNICATION = ("nccl", "nvlink dispatch", "copies to peers", "host copies")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

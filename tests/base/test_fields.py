@@ -196,6 +196,8 @@ ARGUMENTS: dict[str, list[dict[str, Any]]] = {
     "ExposedShare": [dict(share=0.3, gpu="h200-141", record="tp/a.jsonl")],
     "CostTable": [{f.name: getattr(H200, f.name) for f in fields(H200)}],
     "Gpu": [{f.name: getattr(GPUS["h200-141"], f.name) for f in fields(GPUS["h200-141"])}],
+    "StoredFile": [dict(size=8, sha256="0" * 64)],
+    "ManifestFacts": [dict(step=1, world_size=1, versions={}, config=None)],
     "OwnObjective": [{"function": print}],
     "LogProbLoss": [dict(labels_BT=TOKENS[None], function=print)],
     "Rollouts": [

@@ -65,4 +65,4 @@ def test_every_kernel_of_the_package_has_a_category() -> None:
     others = {name for name in every_kernel() if find_kernel_category(name) == OTHER}
     assert not others
     found = {find_kernel_category(name) for name in OF_SEVERAL_RANKS}
-    assert found == {"nvlink dispatch", "nvlink clones"}
+    assert found == {"nvlink dispatch"}

@@ -46,7 +46,7 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.models.block import Block
 from moecore.moe.balance import LOSS_NAMES
 from moecore.moe.clones import Clones
-from moecore.moe.dispatch.exchange import CloneExchange, Exchange
+from moecore.moe.dispatch.exchange import Exchange
 from moecore.moe.experts import Experts
 from moecore.moe.forced_routing import force_even_load
 from moecore.moe.placement import ExpertPlacement
@@ -232,15 +232,11 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
 def counted_copies() -> Iterator[Counter[str]]:
     """Count what dispatcher "nvlink" sends beside the experts' products, and forwards' clones."""
     counts: Counter[str] = Counter()
-    make, fetch = Clones.from_plan, CloneExchange.fetch_clone_weights
+    make = Clones.from_plan
 
     def counting_clones(*args: Any) -> Clones:
         counts["clones"] += 1
         return make(*args)
-
-    def counting_peers(*args: Any) -> list[Tensor]:
-        counts["clones over peers"] += 1
-        return fetch(*args)
 
     def counting(name: str, method: Callable[..., None]) -> Callable[..., None]:
         def run(self: Exchange, sent: Tensor) -> None:
@@ -252,7 +248,6 @@ def counted_copies() -> Iterator[Counter[str]]:
     with (
         patch.object(Exchange, "start_copies", counting("sums", Exchange.start_copies)),
         patch.object(Clones, "from_plan", counting_clones),
-        patch.object(CloneExchange, "fetch_clone_weights", counting_peers),
     ):
         yield counts
 
@@ -262,10 +257,7 @@ def overlap_errors(case: Case, copies: Counter[str]) -> dict[str, float]:
 
     And for clones, which are there if the case has them.
     """
-    way, other = "clones", "clones over peers"
-    if case.nvlink is not None:
-        way, other = other, way
-    are_right = {way: (copies[way] > 0) == (case.clones is not None), other: not copies[other]}
+    are_right = {"clones": (copies["clones"] > 0) == (case.clones is not None)}
     if case.nvlink is not None:
         # Between domains no copy engine carries gradients; with biases they are needed at once.
         can = case.dispatcher == "nvlink" and not MODELS[case.model].fc1_bias

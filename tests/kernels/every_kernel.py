@@ -60,9 +60,7 @@ from tests.kernels.choices import SIGMOID
 from tests.kernels.experts.chosen import expert_mlp
 
 # What one GPU alone can not run: `tests/kernels/exchange` plays the ranks.
-OF_SEVERAL_RANKS = {"_spread_kernel", "_reduce_kernel"} | {
-    f"_{verb}_{what}_kernel" for verb in ("store", "receive") for what in ("weights", "grads")
-}
+OF_SEVERAL_RANKS = {"_spread_kernel", "_reduce_kernel"}
 LOSSES = BalanceConfig(micro_batch_coef=0.01, sequence_coef=0.01, z_loss_coef=1e-3)
 
 

@@ -3,31 +3,21 @@
 Holes are NaN in floats: who reads one shows it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.torch_private import all_gather_single
 from moecore.kernels.exchange.buffer import NUM_WORDS, ExchangeLayout, SymmetricBuffer
-from moecore.kernels.exchange.clones import CloneBuffer, CloneLayout, ClonePlaces
 from moecore.kernels.exchange.copies import SlotEvent
 from moecore.kernels.exchange.operations import DispatchedRows
 from moecore.kernels.rows.move import sum_rows_ref
-from moecore.moe.clones import view_as_sendable_dtype
-from moecore.moe.dispatch.exchange import CloneExchange, Exchange, ExchangeMap
+from moecore.moe.dispatch.exchange import Exchange, ExchangeMap
 from moecore.moe.dispatch.exchange_pool import ExchangePool
-from tests.kernels.exchange.oracles import (
-    bring_home_ref,
-    fetch_ref,
-    peers_ref,
-    reduce_ref,
-    spread_ref,
-)
+from tests.kernels.exchange.oracles import peers_ref, reduce_ref, spread_ref
 
 
 def hole_of(x: Tensor) -> float:
@@ -132,59 +122,8 @@ def emulated() -> Iterator[None]:
         yield
 
 
-class EmulatedCloneExchange(CloneExchange):
-    """The same results over any process group; gradients in empty places are NaN."""
-
-    def fetch_clone_weights(self, tensors, clone_experts) -> list[Tensor]:
-        return [
-            fetch_ref(self._gather(t, clone_experts), clone_experts)[self._block(clone_experts)]
-            for t in tensors
-        ]
-
-    def add_clone_grads_(self, grads: Sequence[Tensor], clone_experts: ClonePlaces) -> list[Tensor]:
-        home = []
-        for grad in grads:
-            empty = self._here(clone_experts) < 0
-            grad[clone_experts.num_local :][empty] = float("nan")  # nobody reads those
-            block = bring_home_ref(self._gather(grad, clone_experts), clone_experts)[
-                self._block(clone_experts)
-            ]
-            home.append(grad[: clone_experts.num_local].copy_(block))
-        return home
-
-    def _here(self, clone_experts: ClonePlaces) -> Tensor:
-        return clone_experts.experts_N.view(-1, clone_experts.num_clones)[
-            self._block(clone_experts)
-        ]
-
-    def _block(self, clone_experts: ClonePlaces) -> int:
-        return self.buffer.rank // clone_experts.etp
-
-    def _gather(self, tensor: Tensor, clone_experts: ClonePlaces) -> list[Tensor]:
-        """Return those of one rank per block."""
-        mine = view_as_sendable_dtype(tensor.contiguous())
-        out = mine.new_empty(self.group.size(), *mine.shape)
-        all_gather_single(out.flatten(0, 1), mine, group=self.group)
-        own = self.buffer.rank % clone_experts.etp
-        return [t.view(tensor.dtype) for t in out[own :: clone_experts.etp]]
-
-
 class EmulatedExchangePool(ExchangePool):
     """Makes emulated exchanges on the CPU."""
-
-    def _words(self) -> dict[str, Any]:
-        """Return the fields of a `PeerBuffer`."""
-        return dict(
-            rank=dist.get_rank(self.group),
-            bases=torch.empty(0, dtype=torch.int64),
-            state=torch.zeros(NUM_WORDS, dtype=torch.int32),
-            report=torch.zeros(NUM_WORDS, dtype=torch.int32),
-            timeout_ns=round(self.options.timeout_s * 1e9),
-        )
-
-    def _make_clone_exchange(self, device: torch.device) -> CloneExchange:
-        layout = CloneLayout(num_ranks=self.group.size())
-        return EmulatedCloneExchange(CloneBuffer(layout=layout, **self._words()), self.group)
 
     def _make_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
         most = self.options.max_tokens or self._compare_options(x_TD, top_k, 1)
@@ -197,7 +136,14 @@ class EmulatedExchangePool(ExchangePool):
             num_receive=1,
             sums_slot=self.options.overlap_weight_grads,
         )
-        buffer = SymmetricBuffer(layout=layout, **self._words())
+        buffer = SymmetricBuffer(
+            layout=layout,
+            rank=dist.get_rank(self.group),
+            bases=torch.empty(0, dtype=torch.int64),
+            state=torch.zeros(NUM_WORDS, dtype=torch.int32),
+            report=torch.zeros(NUM_WORDS, dtype=torch.int32),
+            timeout_ns=round(self.options.timeout_s * 1e9),
+        )
         balanced = layout.source_rows * top_k // self.ep
         made = EmulatedExchange(buffer, self.group, self.options, balanced_rows=balanced)
         made.operations = []

@@ -27,19 +27,11 @@ from moecore import (
 from moecore.base.options.precision import Recipe
 from moecore.base.rank_checks import gather_objects
 from moecore.base.torch_private import tree_leaves
-from moecore.kernels.exchange.clones import ClonePlaces
 from moecore.kernels.experts.contract import ExpertWeights
 from moecore.kernels.experts.products import quantise_matrices
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.clone_weights import concatenate_clones
-from moecore.moe.clones import (
-    AnyClones,
-    Cloner,
-    Clones,
-    PeerClones,
-    PeriodicPlan,
-    view_as_sendable_dtype,
-)
+from moecore.moe.clones import Cloner, Clones, PeriodicPlan, view_as_sendable_dtype
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.low_rank import LowRank
 from moecore.moe.placement import ExpertPlacement
@@ -72,6 +64,7 @@ FORMS = {
     "adapted": Form(adapted=True),
 }
 EXPERTS = [4, 3, -1, -1, 2, 0]  # of the example of `Clones.from_plan`
+DISPATCHERS = {"alltoall": AllToAllDispatcher, "nvlink": partial(by_stores, max_tokens=64)}
 
 
 def placed(num_clones: int) -> tuple[Any, ExpertPlacement]:
@@ -101,35 +94,29 @@ def travel() -> list[Any]:
     return of_blocks((*how, there.tolist(), home.tolist()))
 
 
-def both_ways() -> dict[str, AnyClones]:
-    """Return the clones of `EXPERTS` as either way has them."""
-    meshes, place = placed(2)
-    pool = by_stores(place, max_tokens=64).exchanges
-    experts_N = torch.tensor(EXPERTS, dtype=torch.int32)
-    places = ClonePlaces(experts_N=experts_N, num_clones=2, num_local=2, etp=ETP)
-    return {
-        "by sizes": Clones.from_plan(EXPERTS, place, meshes.expert.get_group("ep")),
-        "over peers": PeerClones(pool.get_clone_exchange(torch.device("cpu")), places),
-    }
-
-
 def are_bits_equal(dtype: torch.dtype) -> bool:
-    """Return whether either way brings the same weights, and adds gradients to the same bits."""
-    found = []
-    for clones in both_ways().values():
-        torch.manual_seed(dist.get_rank())
-        (there,) = clones.fetch_clone_weights([torch.randn(2, 5).to(dtype)])
-        grads = torch.randn(4, 7).to(dtype)[: 2 + clones.num_local_clones]
-        (home,) = clones.add_clone_grads_([grads])
-        found.append((there[:2], home))
-    (there, home), (of_peers, home_of_peers) = found
-    n = there.shape[0]
-    empty = of_peers[n:]
-    return torch.equal(there, of_peers[:n]) and torch.equal(home, home_of_peers) and not empty.any()
+    """Return whether clones have their experts' bits, and gradients are added by place in fp32."""
+    meshes, place = placed(2)
+    group = meshes.expert.get_group("ep")
+    experts, block = [4, 3, 0, 4, 2, 0], dist.get_rank(group)  # two have clones on two ranks
+    clones = Clones.from_plan(experts, place, group)
+    torch.manual_seed(dist.get_rank())
+    weights, grads = torch.randn(2, 5).to(dtype), torch.randn(4, 7).to(dtype)
+    everyone = of_blocks((weights, grads.clone()))
+    (there,) = clones.fetch_clone_weights([weights])
+    (home,) = clones.add_clone_grads_([grads])
+    right = torch.cat([of_block for of_block, _ in everyone])[experts[2 * block : 2 * block + 2]]
+    sums = list(everyone[block][1][:2].float())
+    for n, expert in enumerate(experts):
+        if expert // 2 == block:
+            sums[expert % 2] = sums[expert % 2] + everyone[n // 2][1][2 + n % 2]
+    return torch.equal(there, right) and torch.equal(home, torch.stack(sums).to(dtype))
 
 
-def kept(clones: AnyClones) -> bool:
+def kept() -> bool:
     """Return whether backward keeps no copy of this rank's experts, and gives them the gradient."""
+    meshes, place = placed(2)
+    clones = Clones.from_plan(EXPERTS, place, meshes.expert.get_group("ep"))
     torch.manual_seed(dist.get_rank())
     w1, w2 = (torch.randn(2, D, D, requires_grad=True) for _ in range(2))
     with concatenate_clones(ExpertWeights(w1_eCD=w1, w2_eDF=w2), clones) as weights:
@@ -143,7 +130,7 @@ def kept(clones: AnyClones) -> bool:
     return is_gone and w1.grad is not None and torch.equal(w1.grad, expected)
 
 
-def skewed_layer(options, form=PLAIN, *, over_peers=False) -> MoELayer:
+def skewed_layer(options, form=PLAIN, *, dispatch=AllToAllDispatcher) -> MoELayer:
     """Return a layer whose tokens nearly all choose expert 0."""
     meshes, place = placed(0 if options is None else options.per_rank)
     torch.manual_seed(0)
@@ -156,24 +143,20 @@ def skewed_layer(options, form=PLAIN, *, over_peers=False) -> MoELayer:
         a, b = (nn.Parameter(torch.randn(E, *shape)) for shape in ((4, D), (2 * D, 4)))
         layer.experts.add_low_rank_updates("w1", LowRank({"one": (a, b)}, {"one": 0.5}))
     layer.get_part("experts").shard_parameters(meshes.expert["ep", "etp"])
-    pool = None
-    layer.dispatcher = AllToAllDispatcher(place)
-    if over_peers:
-        layer.dispatcher = by_stores(place, max_tokens=64)
-        pool = layer.dispatcher.exchanges
+    layer.dispatcher = dispatch(place)
     if options is not None:
-        layer.cloner = Cloner(place, meshes.expert.get_group("ep"), options, pool)
+        layer.cloner = Cloner(place, meshes.expert.get_group("ep"), options)
     return layer
 
 
-def error_of(form: Form, *, over_peers: bool, refresh: Any = "forward") -> float:
+def error_of(form: Form, *, dispatch: Any, refresh: Any = "forward") -> float:
     """Return the largest difference of outputs and gradients that clones make, over their size.
 
     In the first step, or, with a plan that stays, in the second.
     """
     found = []
     for options in (None, CloneOptions(per_rank=2, min_share=0.0, refresh=refresh)):
-        layer = skewed_layer(options, form, over_peers=over_peers)
+        layer = skewed_layer(options, form, dispatch=dispatch)
         torch.manual_seed(dist.get_rank())
         if refresh != "forward":
             layer(torch.randn(30, D)).sum().backward()
@@ -215,18 +198,15 @@ class Stays:
     same: bool
 
 
-def staying(*, over_peers: bool) -> Stays:
+def staying(*, dispatch: Any) -> Stays:
     """Run steps whose tokens nearly all choose expert 0, and then expert 5."""
-    layer = skewed_layer(CloneOptions(per_rank=1, min_share=0.01, refresh=2), over_peers=over_peers)
+    layer = skewed_layer(CloneOptions(per_rank=1, min_share=0.01, refresh=2), dispatch=dispatch)
     state, plans, clones = state_of(layer), {}, []
     torch.manual_seed(dist.get_rank())
     x = torch.randn(64, D, requires_grad=True)
 
     def note(name: str) -> None:
-        plan, _ = layer.cloner.plan._get_tensors(x.device)
-        plans[name] = plan.experts_N.tolist()
-        if not over_peers:
-            assert layer.cloner.plan.experts == plans[name]
+        plans[name] = layer.cloner.plan.experts
 
     def step(name: str, skipped: Any = False) -> list[Tensor]:
         y = layer(x)
@@ -279,20 +259,19 @@ def skewed(options: CloneOptions | None) -> list[float]:
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"travel": travel()}
-    found["kept"] = {way: of_blocks(kept(clones)) for way, clones in both_ways().items()}
+    found["kept"] = of_blocks(kept())
     dtypes = (torch.float32, torch.bfloat16)
     found["bits"] = [of_blocks(are_bits_equal(dtype)) for dtype in dtypes]
     found["plain"] = skewed(None)
     found["cloned"] = skewed(CloneOptions(per_rank=1, min_share=0.01))
     found["errors"] = {
-        (name, over_peers): error_of(form, over_peers=over_peers)
+        (name, dispatcher): error_of(form, dispatch=dispatch)
         for name, form in FORMS.items()
-        for over_peers in (False, True)
+        for dispatcher, dispatch in DISPATCHERS.items()
     }
-    for over_peers in (False, True):
-        how = dict(over_peers=over_peers, refresh=3)
-        found["error of a plan that stays", over_peers] = error_of(PLAIN, **how)
-        found["stays", over_peers] = staying(over_peers=over_peers)
+    for name, dispatch in DISPATCHERS.items():
+        found["error of a plan that stays", name] = error_of(PLAIN, dispatch=dispatch, refresh=3)
+        found["stays", name] = staying(dispatch=dispatch)
     return found
 
 
@@ -307,24 +286,23 @@ def test_weights_go_to_their_places_and_gradients_home(results: dict[str, Any]) 
     ]
 
 
-def test_both_ways_have_the_same_bits(results: dict[str, Any]) -> None:
+def test_bits_are_those_of_sums_in_the_order_of_places(results: dict[str, Any]) -> None:
     assert results["bits"] == [[True] * EP] * 2
 
 
-@pytest.mark.parametrize("way", ["by sizes", "over peers"])
-def test_backward_keeps_the_clones_alone(way: str, results: dict[str, Any]) -> None:
-    assert results["kept"][way] == [True] * EP
+def test_backward_keeps_the_clones_alone(results: dict[str, Any]) -> None:
+    assert results["kept"] == [True] * EP
 
 
-@pytest.mark.parametrize("over_peers", [False, True])
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("form", FORMS)
-def test_experts_of_any_form_have_clones(form, over_peers, results) -> None:
-    assert results["errors"][form, over_peers] < 1e-5
+def test_experts_of_any_form_have_clones(form, dispatcher, results) -> None:
+    assert results["errors"][form, dispatcher] < 1e-5
 
 
-@pytest.mark.parametrize("over_peers", [False, True])
-def test_a_plan_stays_for_steps_and_is_made_of_the_last_ones_loads(over_peers, results) -> None:
-    stays = results["stays", over_peers]
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_a_plan_stays_for_steps_and_is_made_of_the_last_ones_loads(dispatcher, results) -> None:
+    stays = results["stays", dispatcher]
     assert stays.same
     plans = stays.plans
     assert plans["skipped"] == [-1] * EP and 0 in plans["planned"] and 5 not in plans["planned"]
@@ -336,9 +314,9 @@ def test_a_plan_stays_for_steps_and_is_made_of_the_last_ones_loads(over_peers, r
     assert has_clones == [False, False, True, True, True, True, False]
 
 
-@pytest.mark.parametrize("over_peers", [False, True])
-def test_shares_of_a_plan_that_stays_change_no_gradient(over_peers, results) -> None:
-    assert results["error of a plan that stays", over_peers] < 1e-5
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_shares_of_a_plan_that_stays_change_no_gradient(dispatcher, results) -> None:
+    assert results["error of a plan that stays", dispatcher] < 1e-5
 
 
 def test_busy_ranks_give_tokens_away(results: dict[str, Any]) -> None:
@@ -352,7 +330,7 @@ def test_a_kept_plan_with_an_empty_place_divides_by_no_load_of_expert_0() -> Non
     """Two ranks of two experts have five tokens each, so both places stay empty."""
     loads_E, ids_TK = torch.tensor([0, 5, 5, 0]), torch.tensor([[1], [2], [0]])
     placement = ExpertPlacement(group=None, num_experts=4, ep=2, etp=1, num_clones=1)  # type: ignore[arg-type]
-    plan = PeriodicPlan(placement, 1, min_share=0.0, reads_on_host=True)
+    plan = PeriodicPlan(placement, 1, min_share=0.0)
     plan.update_from_loads(loads_E, is_skipped=False)
     part = plan.divide_choices(ids_TK)
     assert part.experts_N.tolist() == plan.experts == [-1, -1]

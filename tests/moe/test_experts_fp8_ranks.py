@@ -37,7 +37,6 @@ from moecore.base.options.precision import Precision, Recipe
 from moecore.base.rank_checks import gather_objects
 from moecore.kernels.experts.contract import OPERANDS
 from moecore.models import Decoder, DecoderConfig
-from moecore.moe.clones import Cloner
 from moecore.moe.experts import Experts
 from moecore.precision.amax import advance_amax
 from moecore.train import AdamW
@@ -121,9 +120,6 @@ def sharded(folding: str, dispatcher: str, clones: CloneOptions | None = None) -
         place = model[0].dispatcher.placement
         # Rows are added while they travel; they travel as FP8, and once more in backward.
         model[0].dispatcher = by_stores(place, fp8=is_fp8, max_tokens=80, keep_rows=not is_fp8)
-        if clones is not None:
-            pool = model[0].dispatcher.exchanges
-            model[0].cloner = Cloner(place, meshes.expert.get_group("ep"), clones, pool)
     return model
 
 

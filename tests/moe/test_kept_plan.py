@@ -17,7 +17,7 @@ def placed(ep: int, num_local: int, num_clones: int) -> ExpertPlacement:
 
 
 def planned(place: ExpertPlacement, loads: list[int], num_steps: int = 1) -> PeriodicPlan:
-    plan = PeriodicPlan(place, num_steps, min_share=0.0, reads_on_host=True)
+    plan = PeriodicPlan(place, num_steps, min_share=0.0)
     plan.update_from_loads(torch.tensor(loads), is_skipped=False)
     return plan
 
@@ -47,7 +47,7 @@ def test_worked_example() -> None:
 
 def test_nobody_has_clones_before_a_step() -> None:
     place = placed(2, 2, 1)
-    plan = PeriodicPlan(place, 1, min_share=0.0, reads_on_host=True)
+    plan = PeriodicPlan(place, 1, min_share=0.0)
     assert where(place, plan, [0, 1, 2, 3]).tolist() == [0, 1, 3, 4] and plan.experts == [-1, -1]
 
 

@@ -234,23 +234,19 @@ def test_more_tokens_than_room_are_refused_before_anything_is_sent(group) -> Non
     [
         (1 + 3 * 2, "rank 3 must come to a dispatch"),
         (1 + 1, "rank 0 must come to a combine"),
-        (1 + 3 * 2, "rank 3 must come to a transfer of clones' weights within"),
-        (1 + 1, "rank 0 must come to a sum of clones' gradients within"),
     ],
 )
 def test_a_late_rank_is_an_error_until_closed(code, what, group) -> None:
-    exchanges, of_clones = pool_of(group), "clones" in what
+    exchanges = pool_of(group)
 
     def get() -> Any:
-        if of_clones:
-            return exchanges.get_clone_exchange(torch.device("cpu"))
         return exchanges.get_exchange(torch.zeros(3, 16), 2)
 
     made = get()
     assert get() is made and exchanges.all_exchanges == (made,)
     exchanges.wait_and_raise_errors()
     made.buffer.report[ERROR_WORD] = code
-    message = what + ("" if of_clones else r".*timeout_s \(2 s\), but rank 1 waited")
+    message = what + r".*timeout_s \(2 s\), but rank 1 waited"
     for use in (
         get,
         exchanges.raise_reported_errors,

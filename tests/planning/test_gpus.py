@@ -42,7 +42,7 @@ def test_a_file_has_what_differs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("memory = 1", r"must have bf16_flops, fp8_flops, fp32_flops, memory_bandwidth"),
+        ("memory = 1", r"must have bf16_flops, fp32_flops, memory_bandwidth, nvlink"),
         ('like = "h100"', r"like \('h100'\) must be one of a100-80"),
         ('like = "h100-80"\nflops = 1', r"flops \(1\) must be a field of Gpu"),
         ('like = "h100-80"\nmemory = -1', r"Gpu.memory \(-1\) must be"),

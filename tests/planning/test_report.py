@@ -50,7 +50,6 @@ KERNELS: dict[str, dict[str, str]] = {
     "pipeline": {"name": "ncclDevKernel_X", "group": "mesh_pp"},
     "tensor parallelism": {"name": "ncclDevKernel_X", "group": "mesh_tp"},
     "context parallelism": {"name": "ncclDevKernel_X", "group": "mesh_cp"},
-    "nvlink clones": {"name": "_store_weights_kernel"},
     "other collectives": {"name": "ncclDevKernel_X", "group": "mesh_default"},
     "host copies": {"name": "Memcpy DtoH (Device -> Pinned)"},
 }

@@ -225,7 +225,7 @@ def defaults() -> list[Any]:
     step.finish()
     pool = get_parallel_state(looped).exchanges  # type: ignore[union-attr]
     is_right = len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
-    return gather_objects((is_right, holder.capacity_factor, len(pool.token_exchanges)))
+    return gather_objects((is_right, holder.capacity_factor, len(pool.all_exchanges)))
 
 
 def graphed(*, room: bool) -> dict[str, Any]:

@@ -30,12 +30,12 @@ from moecore.kernels.experts.contract import (
 )
 from moecore.kernels.grouped.wgrad import scale_and_store_grad
 from moecore.kernels.rows.scaling import OperandPair
-from moecore.moe.clones import AnyClones, view_as_sendable_dtype
+from moecore.moe.clones import Clones, view_as_sendable_dtype
 from moecore.moe.param_reader import RecomputedView
 
 
 @contextmanager
-def concatenate_clones(weights: ExpertWeights, clones: AnyClones) -> Iterator[ExpertWeights]:
+def concatenate_clones(weights: ExpertWeights, clones: Clones) -> Iterator[ExpertWeights]:
     """Return a context with the weights of local experts and then of local clones. Collective."""
     concatenator, quantised = _CloneConcatenator(clones), weights.quantised
     updates = [u for u in (weights.update1, weights.update2) if u is not None]
@@ -71,7 +71,7 @@ def concatenate_clones(weights: ExpertWeights, clones: AnyClones) -> Iterator[Ex
 class _CloneConcatenator:
     """Concatenates the weights of experts and clones; backward saves both parts, not the result."""
 
-    def __init__(self, clones: AnyClones) -> None:
+    def __init__(self, clones: Clones) -> None:
         self.clones = clones
         # Storage key -> concatenated tensor and its parts; the reference keeps the key unique.
         self._parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
@@ -150,7 +150,7 @@ class _TensorUse(NamedTuple):
 class _CloneGradSink:
     """A `GradSink` that adds clones' gradients to their experts', and passes on the sum."""
 
-    def __init__(self, sink: GradSink, clones: AnyClones, dtype: torch.dtype) -> None:
+    def __init__(self, sink: GradSink, clones: Clones, dtype: torch.dtype) -> None:
         self._sink, self._clones, self._dtype = sink, clones, dtype
         self._is_added = False
 

@@ -10,20 +10,16 @@ this rank, G ranks of the dispatch group, T local tokens, K experts per token.
 A clone exists for one forward and its backward. It is not a parameter: checkpoints, optimizers and
 norms do not include clones. The cloned experts are a function of all ranks' choices, or of a plan
 that is used for several steps (`PeriodicPlan`). A forward that is recomputed in backward therefore
-has the same clones. Two classes send the weights:
+has the same clones.
 
-    Clones      collectives, whose sizes the host reads: one all-gather of E numbers and one host
-                sync per forward; one all-to-all per tensor of weights, forward and backward, if
-                there are clones
-    PeerClones  stores into peers' memory, with dispatcher "nvlink": the plan stays on the device,
-                and every rank has c clones, of which some are empty
+A forward without `PeriodicPlan` has one all-gather of E numbers and one host sync. If there are
+clones, each tensor of weights has one all-to-all in forward and one in backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,12 +27,9 @@ from torch import Tensor
 
 from moecore.base.options.dispatch import CloneOptions
 from moecore.base.torch_private import all_gather_single, is_inside_backward
-from moecore.kernels.exchange.clones import ClonePlaces
 from moecore.kernels.routing.clones import ClonePlan, assign_physical_ids, plan_clones
 from moecore.kernels.routing.counts import add_expert_counts
 from moecore.moe.dispatch.collectives import run_collectives
-from moecore.moe.dispatch.exchange import CloneExchange
-from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.pairs import Pairs
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import ExpertInput, Routing
@@ -46,28 +39,18 @@ class Cloner:
     """Chooses a layer's busy experts, and other ranks for clones (temporary copies) of these.
 
     A clone computes a part of its expert's tokens. `group` has the ranks with this rank's etp
-    index, in ep order. `exchanges` has the buffers of dispatcher "nvlink", otherwise None.
+    index, in ep order.
     """
 
     def __init__(
-        self,
-        placement: ExpertPlacement,
-        group: dist.ProcessGroup,
-        options: CloneOptions,
-        exchanges: ExchangePool | None = None,
+        self, placement: ExpertPlacement, group: dist.ProcessGroup, options: CloneOptions
     ) -> None:
         self.options = options
-        self._placement, self._group, self._exchanges = placement, group, exchanges
-        self._counts_2: Tensor | None = None  # never reallocated: CUDA graphs write to it
+        self._placement, self._group = placement, group
+        self._counts_2: Tensor | None = None
         self.plan: PeriodicPlan | None = None
         if options.refresh != "forward":
-            sizes: Any = dict(min_share=options.min_share, reads_on_host=self.waits_on_host)
-            self.plan = PeriodicPlan(placement, options.refresh, **sizes)
-
-    @property
-    def waits_on_host(self) -> bool:
-        """Whether the host reads the plan of clones, so that CUDA graphs cannot capture it."""
-        return self._exchanges is None
+            self.plan = PeriodicPlan(placement, options.refresh, min_share=options.min_share)
 
     def get_counts(self, device: torch.device) -> Tensor:
         """Return int64 [2]: this rank's clones (expert copies) and forwards since the last step."""
@@ -83,7 +66,7 @@ class Cloner:
     @torch.compiler.disable
     def place_clones(
         self, routing: Routing, pairs: Pairs | None, *, training: bool
-    ) -> tuple[Routing, AnyClones | None]:
+    ) -> tuple[Routing, Clones | None]:
         """Plan a forward's clones (expert copies on ranks with few tokens).
 
         Returns the routing with physical ids, which number experts and clones, and the clones or
@@ -100,10 +83,6 @@ class Cloner:
             counts_2 = self.get_counts(ids_TK.device)
             counts_2[0] += is_clone_c.sum()
             counts_2[1] += 1
-        if self._exchanges is not None:
-            sizes = dict(num_clones=p.num_clones, num_local=p.num_local, etp=p.etp)
-            places = ClonePlaces(experts_N=plan.experts_N, **sizes)
-            return routing, PeerClones(self._exchanges.get_clone_exchange(ids_TK.device), places)
         # Host sync without a `PeriodicPlan`.
         experts = plan.experts_N.tolist() if self.plan is None else self.plan.experts
         has_clones = max(experts) >= 0
@@ -116,12 +95,8 @@ class Cloner:
             none_E = torch.zeros(p.num_experts, dtype=torch.int32, device=ids_TK.device)
             return self.plan.divide_choices(ids_TK), none_E
         local_counts_1E = _count_tokens(ids_TK, p.num_experts)
-        if self._exchanges is None:
-            counts_GE = local_counts_1E.new_empty(p.group.size(), p.num_experts)
-            run_collectives(all_gather_single, [counts_GE], [local_counts_1E], pairs, group=p.group)
-        else:
-            clone_exchange = self._exchanges.get_clone_exchange(ids_TK.device)
-            counts_GE = clone_exchange.all_gather_row(local_counts_1E)
+        counts_GE = local_counts_1E.new_empty(p.group.size(), p.num_experts)
+        run_collectives(all_gather_single, [counts_GE], [local_counts_1E], pairs, group=p.group)
         plan = plan_clones(
             counts_GE.sum(0, dtype=torch.int32),
             num_ranks=p.ep,
@@ -130,7 +105,7 @@ class Cloner:
         )
         return plan, counts_GE[: dist.get_rank(p.group)].sum(0, dtype=torch.int32)
 
-    def add_clones_to_input(self, inp: ExpertInput, clones: AnyClones | None) -> ExpertInput:
+    def add_clones_to_input(self, inp: ExpertInput, clones: Clones | None) -> ExpertInput:
         """Return `inp` with `clones`; its row offsets exclude the empty slots for clones."""
         number = self._placement.num_local + (0 if clones is None else clones.num_local_clones)
         index = inp.index._replace(offsets_e=inp.index.offsets_e[:number])
@@ -232,31 +207,6 @@ class Clones:
         return outs
 
 
-@dataclass(frozen=True, slots=True)
-class PeerClones:
-    """Like `Clones`, but clones are sent by stores into peers' memory, without host sync."""
-
-    exchange: CloneExchange
-    places: ClonePlaces  # the plan, on the device
-
-    @property
-    def num_local_clones(self) -> int:
-        """Number of slots for clones (expert copies) on this rank, n, including empty slots."""
-        return self.places.num_clones
-
-    def fetch_clone_weights(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Like `Clones.fetch_clone_weights`; the weights of empty slots are 0."""
-        return self.exchange.fetch_clone_weights(tensors, self.places)
-
-    @torch.no_grad()
-    def add_clone_grads_(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Like `Clones.add_clone_grads_`, but in place only for contiguous gradients."""
-        return self.exchange.add_clone_grads_(grads, self.places)
-
-
-AnyClones = Clones | PeerClones
-
-
 def view_as_sendable_dtype(tensor: Tensor) -> Tensor:
     """Return 1-byte tensors viewed as uint8, because NCCL cannot send FP8; others unchanged."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
@@ -277,29 +227,26 @@ class PeriodicPlan:
     resumed run has no clones in its first step.
     """
 
-    def __init__(
-        self, placement: ExpertPlacement, num_steps: int, *, min_share: float, reads_on_host: bool
-    ) -> None:
+    def __init__(self, placement: ExpertPlacement, num_steps: int, *, min_share: float) -> None:
         self._placement, self._num_steps, self._min_excess = placement, num_steps, min_share
-        self._is_read = reads_on_host
-        self._steps_remaining = 0
-        self._plan: ClonePlan | None = None  # never reallocated: CUDA graphs read it
-        self._loads_N: Tensor | None = None  # loads of the experts in the slots
-        self.experts: list[int] = []  # expert of each slot, -1 = empty; updated if `is_read`
         self.clear()
 
     def clear(self) -> None:
         """Remove all planned clones; the end of the next step plans new ones. No communication."""
         self._steps_remaining = 0
+        # The expert of each slot, on the host; -1 = empty.
         self.experts = [-1] * (self._placement.ep * self._placement.num_clones)
-        if self._plan is not None:
-            self._plan.experts_N.fill_(-1)
+        # The plan, and the loads of the experts in the slots; None = no slot has an expert.
+        self._plan_and_loads_N: tuple[ClonePlan, Tensor] | None = None
 
     def divide_choices(self, ids_TK: Tensor) -> ClonePlan:
         """Return a forward's plan: the range of this rank's tokens that each clone computes."""
         # No communication, no host sync. Example: expert 0 had nine tokens, and its clone has
         # tokens 6 to 9. Of three choices on this rank, the last is sent to the clone.
-        plan, loads_N = self._get_tensors(ids_TK.device)
+        if self._plan_and_loads_N is None:
+            empty_N = ids_TK.new_full((len(self.experts),), -1, dtype=torch.int32)
+            return ClonePlan(empty_N, empty_N, empty_N)
+        plan, loads_N = self._plan_and_loads_N
         local_counts_1E = _count_tokens(ids_TK, self._placement.num_experts)
         local_counts_N = local_counts_1E[0, plan.experts_N.clamp(min=0).long()]
         starts_N, stops_N = (
@@ -310,7 +257,8 @@ class PeriodicPlan:
     def update_from_loads(self, loads_E: Tensor, *, is_skipped: bool | Tensor) -> None:
         """Plan clones from a step's loads if the last plan is `num_steps` steps old.
 
-        A skipped step (a bool, or a bool scalar on the device) changes no plan.
+        A skipped step (a bool, or a bool scalar on the device) changes no plan. A new plan
+        synchronises the host.
         """
         if is_skipped is True:
             return
@@ -318,19 +266,11 @@ class PeriodicPlan:
         if self._steps_remaining > 0:
             return
         self._steps_remaining = self._num_steps
-        p, (plan, loads_N) = self._placement, self._get_tensors(loads_E.device)
-        new_plan = plan_clones(
+        if is_skipped:  # host sync for a tensor
+            return
+        p = self._placement
+        plan = plan_clones(
             loads_E.int(), num_ranks=p.ep, clones_per_rank=p.num_clones, min_share=self._min_excess
         )
-        new_loads_N = loads_E[new_plan.experts_N.clamp(min=0).long()].clamp(min=1)
-        for buffer, new in zip((*plan, loads_N), (*new_plan, new_loads_N), strict=True):
-            buffer.copy_(new if is_skipped is False else torch.where(is_skipped, buffer, new))
-        if self._is_read:
-            self.experts = plan.experts_N.tolist()
-
-    def _get_tensors(self, device: torch.device) -> tuple[ClonePlan, Tensor]:
-        if self._plan is None or self._loads_N is None:
-            empty_N = torch.full((len(self.experts),), -1, dtype=torch.int32, device=device)
-            self._plan = ClonePlan(empty_N, empty_N.clone(), empty_N.clone())
-            self._loads_N = torch.ones_like(empty_N, dtype=torch.int64)
-        return self._plan, self._loads_N
+        self._plan_and_loads_N = plan, loads_E[plan.experts_N.clamp(min=0).long()].clamp(min=1)
+        self.experts = plan.experts_N.tolist()

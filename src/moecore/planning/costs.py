@@ -191,10 +191,7 @@ class CostTable(CheckedRecord):
         return launch + max(rates.values())
 
     def find_limiting_rate(self, work: Work, node_ranks: CountOrZero = 0) -> Limit:
-        """Return the rate that limits an operation, or "launch" if its fixed time is longer.
-
-        `node_ranks` is as in `seconds`.
-        """
+        """Return the rate that limits an operation, or "launch" if its fixed time is longer."""
         check_arguments(CostTable.find_limiting_rate, locals())
         launch, rates = self._compute_rate_seconds(work, node_ranks)
         longest = max(rates, key=lambda wall: rates[wall])
@@ -300,10 +297,7 @@ def _compute_log_sizes(work: Work) -> tuple[float, ...]:
 
 
 def _time_links(work: Work, node_ranks: int, rates: Gpu) -> dict[Limit, float]:
-    """Return {link: seconds of a collective} at data-sheet rates, for "nvlink" and "network".
-
-    `node_ranks` is the number of its ranks in one NVLink domain; 0 = the maximum.
-    """
+    """Return {link: seconds of a collective} at data-sheet rates; `node_ranks` as in `seconds`."""
     ranks, domain = work.shape[0], rates.domain
     if node_ranks > min(ranks, domain):
         raise ValueError(

@@ -1,7 +1,6 @@
 """GPUS: data-sheet numbers of GPUs by name; read_gpu: a GPU from a file.
 
-`memory` is the number that torch reports. `host_memory` is the manufacturer's server: DGX A100
-640GB, H100, H200 and B200 have 2 TB, and trays of GB200 and GB300 have 0.96 TB.
+The numbers are in tables/gpus.toml, which has a table of the format of `read_gpu` for each GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
 from moecore.base.fields import Bound, CheckedRecord, NumBytes, quote
 from moecore.base.options.names import GpuName
@@ -21,7 +20,7 @@ from moecore.base.options.precision import Precision
 from moecore.io.checkpoint.files import read_regular_file
 
 GIB = 1 << 30
-TERA, GIGA = 10**12, 10**9
+TERA = 10**12
 MAX_GPU_BYTES = 1 << 20  # the largest file of a `Gpu`
 # A rate outside these bounds has another unit.
 Rate = Annotated[float, Bound(">=", 1e6), Bound("<=", 1e24), "pass operations or bytes per second"]
@@ -54,7 +53,7 @@ class Gpu(CheckedRecord):
 
     memory: NumBytes
     bf16_flops: Rate
-    fp8_flops: Rate | None
+    fp8_flops: Rate | None = None
     fp32_flops: Rate
     memory_bandwidth: Rate
     nvlink: Rate
@@ -70,109 +69,38 @@ class Gpu(CheckedRecord):
     measured: bool = False
 
 
-H100 = Gpu(
-    memory=79 * GIB,
-    bf16_flops=989.4 * TERA,
-    fp8_flops=1978.9 * TERA,
-    fp32_flops=66.9 * TERA,
-    memory_bandwidth=3350 * GIGA,
-    nvlink=900 * GIGA,
-    pcie=64 * GIGA,
-    network=100 * GIGA,  # ConnectX-7: 400 Gb/s each way
-    has_blockwise=True,
-    measured=True,
-)
-B200 = Gpu(
-    memory=178 * GIB,
-    bf16_flops=2250 * TERA,
-    fp8_flops=4500 * TERA,
-    fp4_flops=9e15,
-    fp32_flops=75 * TERA,
-    memory_bandwidth=8000 * GIGA,
-    nvlink=1800 * GIGA,
-    pcie=64 * GIGA,
-    network=100 * GIGA,
-    has_block_scales=True,
-)
-GB200 = replace(  # a 72nd of GB200 NVL72
-    B200,
-    memory=184 * GIB,  # torch reports 2 GB less than the data sheet on other GPUs
-    bf16_flops=2500 * TERA,
-    fp8_flops=5000 * TERA,
-    fp4_flops=10e15,
-    fp32_flops=80 * TERA,
-    pcie=225 * GIGA,  # NVLink-C2C: 450 GB/s each way of a Grace, which two GPUs share
-    host_memory=960 * GIGA,  # of two Graces, 480 GB of LPDDR5X each
-    server=4,
-    domain=72,
-)
-L40S = Gpu(
-    memory=44 * GIB,
-    bf16_flops=362 * TERA,
-    fp8_flops=733 * TERA,
-    fp32_flops=91.6 * TERA,
-    memory_bandwidth=864 * GIGA,
-    nvlink=64 * GIGA,
-    pcie=32 * GIGA,
-    network=25 * GIGA,  # of OVX L40S, where two GPUs share a card of 200 Gb/s each way
-    host_memory=1024 * GIB,
-)
-RTX4090 = Gpu(
-    memory=23 * GIB,
-    bf16_flops=165.2 * TERA,  # summed in fp32
-    fp8_flops=330.3 * TERA,
-    fp32_flops=82.6 * TERA,
-    memory_bandwidth=1008 * GIGA,
-    nvlink=64 * GIGA,
-    pcie=32 * GIGA,
-    # Assumed: 8 GPUs of a server share a card of 100 Gb/s each way, and half a TB of memory.
-    network=25 / 8 * GIGA,
-    host_memory=512 * GIB,
-    has_peer_access=False,
-)
-GPUS: Mapping[GpuName, Gpu] = MappingProxyType(
-    {
-        "a100-80": Gpu(
-            memory=79 * GIB,
-            bf16_flops=312 * TERA,
-            fp8_flops=None,
-            fp32_flops=19.5 * TERA,
-            memory_bandwidth=2039 * GIGA,
-            nvlink=600 * GIGA,
-            pcie=32 * GIGA,
-            network=50 * GIGA,  # 200 Gb/s each way
-        ),
-        "h100-80": H100,
-        "h200-141": replace(H100, memory=139 * GIB, memory_bandwidth=4800 * GIGA),
-        "h20-96": replace(
-            H100,
-            memory=95 * GIB,
-            bf16_flops=148 * TERA,
-            fp8_flops=296 * TERA,
-            fp32_flops=44 * TERA,
-            memory_bandwidth=4000 * GIGA,
-            measured=False,
-        ),
-        "b200-180": B200,
-        "b300-262": replace(  # ConnectX-8
-            B200, memory=260 * GIB, fp4_flops=13.5e15, network=200 * GIGA
-        ),
-        "gb200-186": GB200,
-        "gb300-279": replace(GB200, memory=276 * GIB, fp4_flops=15e15, network=200 * GIGA),
-        "l40s-48": L40S,
-        "rtx4090-24": RTX4090,
-        "rtx5090-32": replace(
-            RTX4090,
-            memory=31 * GIB,
-            bf16_flops=209.5 * TERA,
-            fp8_flops=419 * TERA,
-            fp32_flops=104.8 * TERA,
-            memory_bandwidth=1792 * GIGA,
-            nvlink=128 * GIGA,
-            pcie=64 * GIGA,
-        ),
-    }
-)
+def _make_gpu(values: dict[str, Any], gpus: Mapping[GpuName, Gpu], file_name: str) -> Gpu:
+    """Make a `Gpu` from a table of a file; missing fields are those of the GPU in key `like`."""
+    like, field_names = values.pop("like", None), {field.name for field in fields(Gpu)}
+    like_gpu = next((gpu for name, gpu in gpus.items() if name == like), None)
+    if like is not None and like_gpu is None:
+        raise ValueError(f"like ({quote(like)}) must be one of {', '.join(gpus)}: choose one")
+    for name in values.keys() - field_names:
+        raise ValueError(
+            f"{name:.80} ({quote(values[name])}) must be a field of Gpu: "
+            f"{', '.join(sorted(field_names))}"
+        )
+    values = {"measured": False} | values
+    if like_gpu is not None:
+        return replace(like_gpu, **values)
+    missing = [f.name for f in fields(Gpu) if f.default is MISSING and f.name not in values]
+    if missing:
+        raise ValueError(
+            f'{file_name} must have {", ".join(missing)}: add them, or like = "h100-80"'
+        )
+    return Gpu(**values)
+
+
+def _read_gpus() -> Mapping[GpuName, Gpu]:
+    """Read the GPUs that moecore knows from tables/gpus.toml."""
+    tables = tomllib.loads((Path(__file__).parent / "tables/gpus.toml").read_text())
+    gpus: dict[GpuName, Gpu] = {}
+    for name in get_args(GpuName):
+        gpus[name] = _make_gpu(tables[name], gpus, name)
+    return MappingProxyType(gpus)
+
+
+GPUS = _read_gpus()
 
 
 def get_gpu(gpu: GpuName | Gpu) -> Gpu:
@@ -224,24 +152,7 @@ def read_gpu(path: str | os.PathLike[str]) -> Gpu:
         values = tomllib.loads(text.decode())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file_name} must be TOML ({error!s:.80}): correct it") from None
-    like, field_names = values.pop("like", None), {field.name for field in fields(Gpu)}
-    like_gpu = next((gpu for name, gpu in GPUS.items() if name == like), None)
-    if like is not None and like_gpu is None:
-        raise ValueError(f"like ({quote(like)}) must be one of {', '.join(GPUS)}: choose one")
-    for name in values.keys() - field_names:
-        raise ValueError(
-            f"{name:.80} ({quote(values[name])}) must be a field of Gpu: "
-            f"{', '.join(sorted(field_names))}"
-        )
-    values = {"measured": False} | values
-    if like_gpu is not None:
-        return replace(like_gpu, **values)
-    missing = [f.name for f in fields(Gpu) if f.default is MISSING and f.name not in values]
-    if missing:
-        raise ValueError(
-            f'{file_name} must have {", ".join(missing)}: add them, or like = "h100-80"'
-        )
-    return Gpu(**values)
+    return _make_gpu(values, GPUS, file_name)
 
 
 def find_time_refusal(precision: Precision | None, gpu: GpuName | Gpu) -> str | None:

@@ -29,11 +29,7 @@ Part = tuple[float, float, str, str]  # start, length, colour, title
 
 
 def format_page(plan: MemoryPlan, time_plan: TimePlan | str, title: str, table: CostTable) -> str:
-    """Return the HTML of a plan's memory and time, and of the choices near the plan.
-
-    `time_plan` is the time plan of the run, or the reason why its time is not modelled. `table` is
-    the cost table of the plan.
-    """
+    """Return a plan's memory, time (or the reason why it has none) and near choices as HTML."""
     check_arguments(format_page, locals())
     gpu_bytes, choices = get_gpu(table.gpu).memory, plan_choices(plan.run, table)
     kinds = list(dict.fromkeys(kind for rank in plan.ranks for kind in rank.device))

@@ -260,9 +260,6 @@ OPTIONS = (
         "context_parallel.md#which-way",
         shortens=("context parallelism",),
     ),
-    Option(
-        "a smaller CloneOptions.per_rank", "balancing.md#skewed-loads", shortens=("nvlink clones",)
-    ),
     GRAPHS,
     Option(
         "parallelize_moe(dense=DenseOptions(graph=True)): parts of blocks as graphs",

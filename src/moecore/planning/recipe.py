@@ -98,7 +98,7 @@ def format_python_calls(run: TrainingRun) -> str:
     if _find_non_default_fields(run.memory):
         arguments["memory"] = _format_record(run.memory)
     if run.precision is not None:
-        arguments["precision"] = _format_precision(run.precision)
+        arguments["precision"] = repr(find_precision_name(run.precision) or run.precision)
     if run.resolved.ep * run.resolved.etp > 1 or run.nvlink is not None or run.fp8_dispatch:
         dispatch = make_dispatch_options(run)
         is_name = dispatch == DispatchOptions.of(dispatch.name)
@@ -164,11 +164,6 @@ def find_precision_name(precision: Precision) -> str | None:
     """Return the `--precision` name of these options; None = no name has equal options."""
     names = get_args(PrecisionName)
     return next((name for name in names if Precision.of(name) == precision), None)
-
-
-def _format_precision(precision: Precision) -> str:
-    """Return a precision's name in quotes, or its repr if it has no name."""
-    return repr(find_precision_name(precision) or precision)
 
 
 def format_recipe(run: TrainingRun, config: Path | None = None) -> str:

@@ -26,7 +26,6 @@ from moecore.planning.option_sets import OPTIONS
 CATEGORIES = {
     "nccl": r"nccl",
     "nvlink dispatch": r"_spread_kernel|_reduce_kernel|limit_rows|_pack_rows",
-    "nvlink clones": r"_(store|receive)_(weights|grads)_kernel",
     "copies to peers": r"Memcpy PtoP",
     "host copies": r"Memcpy (HtoD|DtoH)",
     "quantisation": r"quantise_|widen_rows|tile_tokens|gather_row_blocks"
@@ -71,7 +70,7 @@ PARTS = {
     ),
     "communication": (
         *("dispatch by collectives", "nvlink dispatch", "copies to peers", "sharding", "pipeline"),
-        *("tensor parallelism", "context parallelism", "nvlink clones", "other collectives"),
+        *("tensor parallelism", "context parallelism", "other collectives"),
     ),
     "memory": ("host copies", "allocator"),
     "host": ("waits of the host", "late launches", "gaps between kernels"),

@@ -205,10 +205,7 @@ class Segments:
     def _compute_distance(
         self, dependency: int, launch: int, launch_range: range, prior_lengths: Iterable[int]
     ) -> int | None:
-        """Return the distance in the queue from `launch` back to `dependency`; None = it is far.
-
-        Both are indices of recorded launches. `launch_range` is the segment of `launch`.
-        """
+        """Return the distance in the queue from `launch` back to `dependency`; None = it is far."""
         at = launch - launch_range.start
         start, end = 0, at
         for length in (0, *prior_lengths):

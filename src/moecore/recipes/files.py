@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,25 @@ def read_lines(path: Path) -> Iterator[bytes]:
             yield line.removesuffix(b"\n")
             if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
                 return  # a file that a crash has filled up with zeros may have many gigabytes
+
+
+def parse_step_line(line: bytes) -> dict[str, Any] | None:
+    """Return the JSON object of a line with an integer "step"; None = the line is damaged."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_of_step = isinstance(record, dict) and type(record.get("step")) is int
+    return record if is_of_step else None
+
+
+def replace_lines(path: Path, lines: Iterable[str]) -> None:
+    """Replace a file, or create it, by a file with `lines`."""
+    draft = path.with_suffix(".tmp")
+    draft.unlink(missing_ok=True)
+    with draft.open("x") as file:  # never through a link
+        file.writelines(f"{line}\n" for line in lines)
+    draft.replace(path)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,7 +30,7 @@ from moecore.io.hf.convert import native_to_hf
 from moecore.models import Decoder, DecoderConfig
 from moecore.packing.corpus.files import shorten_text
 from moecore.recipes.corpora import BYTES, Tokenizer
-from moecore.recipes.files import find_config, read_lines
+from moecore.recipes.files import find_config, parse_step_line, read_lines, replace_lines
 from moecore.recipes.hf_model import copy_files, has_tokenizer
 from moecore.recipes.parser import read_toml
 from moecore.recipes.report import CONFIG, EXPORT
@@ -210,21 +209,11 @@ def write_samples(
         lines.append(json.dumps(sample))
     model.train()
     if is_first_rank():
-        draft = file.with_suffix(".tmp")
-        draft.write_text("".join(f"{line}\n" for line in lines))
-        draft.replace(file)
+        replace_lines(file, lines)
     return texts
 
 
 def read_samples(file: Path, *, before: int) -> list[str]:
     """Return the undamaged lines of a samples file whose step is below `before`; [] = no file."""
-    return [line.decode() for line in read_lines(file) if _parse_step(line) < before]
-
-
-def _parse_step(line: bytes) -> float:
-    """Return the step of a line of a samples file; inf = the line is damaged."""
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return math.inf
-    return step if type(step) is int else math.inf
+    records = ((line, parse_step_line(line)) for line in read_lines(file))
+    return [line.decode() for line, record in records if record and record["step"] < before]

@@ -22,6 +22,8 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
+from moecore.recipes.files import replace_lines
+
 WALL_TIME = "wall_time.json"
 MAX_BYTES = 1 << 16
 SAVE_S = 5.0  # between writes of the file
@@ -71,10 +73,8 @@ class WallTime:
         if not is_forced and time.monotonic() < self._next_save:
             return
         self._next_save = time.monotonic() + SAVE_S
-        draft = self.path.with_suffix(".tmp")
         content = {"began": self.began, "ended": time.time(), "seconds": self.seconds}
-        draft.write_text(json.dumps(content) + "\n")
-        draft.replace(self.path)
+        replace_lines(self.path, [json.dumps(content)])
 
     def format(self) -> str:
         """Return goodput, wall time and the seconds of each category as one line of text."""

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +21,7 @@ from typing import Any
 
 from moecore.io.checkpoint.directory import CHECKPOINTS
 from moecore.recipes.alarms import Alarms
-from moecore.recipes.files import format_option, read_lines
+from moecore.recipes.files import format_option, parse_step_line, read_lines, replace_lines
 from moecore.recipes.goodput import STEPS, WALL_TIME, WallTime
 from moecore.recipes.metrics import (
     MLFLOW_ID,
@@ -167,17 +167,8 @@ def truncate_metrics(path: Path, step: int) -> float:
     lines, num_damaged = read_metrics(path)
     if num_damaged:
         print(f"{path}: dropped {num_damaged} damaged line(s)", flush=True)
-    write_metrics(path, [line for line in lines if line["step"] <= step])
+    replace_lines(path, [json.dumps(line) for line in lines if line["step"] <= step])
     return sum(float(line.get("step_seconds", 0.0)) for line in lines if line["step"] > step)
-
-
-def write_metrics(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Replace the metrics file at `path` by a file with `lines`."""
-    draft = path.with_suffix(".tmp")
-    draft.unlink(missing_ok=True)
-    with draft.open("x") as file:  # never through a link
-        file.writelines(json.dumps(line) + "\n" for line in lines)
-    draft.replace(path)
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -189,12 +180,7 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:
     """Return the metrics of a line; None = the line is damaged."""
-    try:
-        metrics = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(metrics, dict) or type(metrics.get("step")) is not int:
-        return None
+    metrics = parse_step_line(line) or {}
     drawn = metrics.get("loss"), metrics.get(LOAD, math.nan)
     return metrics if all(isinstance(value, float) for value in drawn) else None
 

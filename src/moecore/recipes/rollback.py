@@ -12,6 +12,7 @@ the batches of a run whose data never had them:
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,9 +22,10 @@ import torch
 from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.recipes.checkpoints import read_latest_step
 from moecore.recipes.errors import DivergedError
+from moecore.recipes.files import replace_lines
 from moecore.recipes.metrics import Metrics
 from moecore.recipes.options import RunConfig
-from moecore.recipes.report import METRICS, read_metrics, write_metrics
+from moecore.recipes.report import METRICS, read_metrics
 from moecore.train.spikes import SpikeLimit, SpikeOptions
 
 LEFT_OUT = "left_out"  # in metrics.jsonl: first and last batch of each rollback to this step
@@ -124,7 +126,7 @@ def roll_back(args: RunConfig, spikes: SpikeStreak, left_out: LeftOut) -> None:
                 f"{path} must have: lower --lr, or raise --skip-spikes-factor"
             )
         ranges.append(numbers)
-        write_metrics(path, lines)
+        replace_lines(path, map(json.dumps, lines))
         batches = " to ".join(map(str, numbers))
         text = f"rollback to step {step} because of spikes: leaving out batches {batches}"
         print(text, flush=True)

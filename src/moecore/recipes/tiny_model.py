@@ -30,19 +30,7 @@ END, PAD = "<|im_end|>", "<|endoftext|>"
 VOCAB_SIZE = 2048
 NUM_QUESTIONS = 200  # few enough to be learned by heart in minutes
 TURNS = 2  # most questions of a chat
-TEMPLATE = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message['role'] + '\\n' }}
-{%- if message['role'] == 'assistant' %}
-{%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}
-{%- else %}
-{{- message['content'] + '<|im_end|>' }}
-{%- endif %}
-{{- '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- endif %}"""
+TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text().rstrip()
 
 
 def write_tiny_model(out: Path, **sizes: int) -> None:

@@ -1,6 +1,7 @@
 """Several LoRA adapters trained at once equal runs of one adapter each, of stock peft."""
 
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from moecore import (
     DispatchOptions,
     Meshes,
     ParallelConfig,
+    Precision,
     build_meshes,
     parallelize_moe,
 )
 from moecore.io import save_adapters
 from moecore.io.hf.lora import WEIGHTS, collect_adapter_tensors
+from moecore.kernels.rows.four_bit import dequantise, quantise
 from moecore.models import make_adapter_loss
 from tests.families.transformers import lora_cases as lc
 from tests.families.transformers.family_models import tiny_model
@@ -36,11 +39,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 STEPS, ROWS, LENGTH = 3, 4, 6
 
 
-def adapted(model_name: str, names: list[str]) -> Any:
+def adapted(model_name: str, names: list[str], base: nn.Module | None = None) -> Any:
     """Return a stock model with the named adapters, whose A and B depend on the name alone."""
     first, *rest = names
     configs = {name: lc.lora_config(**CONFIGS[name]) for name in names}
-    model = lc.peft.get_peft_model(random_model(model_name), configs[first], adapter_name=first)
+    base = base or random_model(model_name)
+    model = lc.peft.get_peft_model(base, configs[first], adapter_name=first)
     for name in rest:
         model.add_adapter(name, configs[name])
     model.base_model.set_adapter(names)
@@ -81,10 +85,12 @@ def train(model: Any, data_ranks: int, data_rank: int | None) -> dict[str, Tenso
     kind = torch.optim.AdamW if data_rank is None else on_parts(torch.optim.AdamW)
     optimizer = kind(trained, lr=0.01, eps=1e-3)
     adapters, found = [NAMES.index(name) for name in model.peft_config], dict[str, Tensor]()
+    device = trained[0].device
     for step in range(STEPS):
-        every = [batch(step, rank) for rank in range(data_ranks)]
+        every = [[x.to(device) for x in batch(step, rank)] for rank in range(data_ranks)]
         tokens, labels, ids = (torch.cat(x) for x in zip(*every, strict=True))
-        counts = torch.zeros(len(NAMES)).index_add_(0, ids, (labels != -100).sum(1).float())
+        counts = torch.zeros(len(NAMES), device=device)
+        counts.index_add_(0, ids, (labels != -100).sum(1).float())
         if data_rank is None:
             rows = ids == adapters[0]
             logits = model(input_ids=tokens[rows], use_cache=False).logits
@@ -121,6 +127,25 @@ def test_one_process_equals_separate_runs(
     parallelize_moe(model, meshes, expert_backend=backend, loss="sum")
     error, where = worst(train(model, 1, 0), separate_runs(model_name, 1))
     assert error <= 1e-5, f"{where}: {error}"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_base_in_nvfp4_equals_separate_runs(no_group_left: None, device: str) -> None:
+    """Also on a GPU, in fp32; stock models have the base's values."""
+
+    def make(names: list[str]) -> Any:
+        base = random_model("qwen3-moe")
+        for name, param in base.named_parameters():
+            if "experts." in name:
+                param.data = dequantise(quantise(param.data, "nvfp4"), param.dtype)
+        return adapted("qwen3-moe", names, base).to(device)
+
+    meshes = build_meshes(ParallelConfig(), device)
+    precision = Precision(frozen="nvfp4")
+    model = parallelize_moe(make(NAMES), meshes, loss="sum", precision=precision)
+    separate = reduce(or_, (train(make([name]), 1, None) for name in NAMES))
+    error, where = worst(train(model, 1, 0), separate)
+    assert error <= (1e-5 if device == "cpu" else 1e-4), f"{where}: {error}"
 
 
 # name -> model, layout, options of parallelize_moe

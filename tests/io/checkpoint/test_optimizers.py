@@ -232,5 +232,6 @@ def test_a_class_for_each_group(tmp_path: Path) -> None:
     path = save(tmp_path, 1, *build())
     values = json.loads((path / MANIFEST).read_text())
     write_signed(path, values | {"optimizer_class": "Muon, AdamW"})
-    with pytest.raises(ValueError, match="optimizer_class must be one class, or one for each gro"):
+    message = r"optimizer_class \('Muon, AdamW'\) must be one class, or one for each group"
+    with pytest.raises(ValueError, match=message):
         load(path, *build())

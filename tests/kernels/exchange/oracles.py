@@ -1,14 +1,10 @@
 """What an exchange brings to every rank, of what all ranks have: in one process, in plain PyTorch.
 
-Letters: as in `kernels/exchange/operations.py` and `kernels/exchange/clones.py`.
+Letters: as in `kernels/exchange/operations.py`.
 """
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-from moecore.kernels.exchange.clones import ClonePlaces
 
 
 def peers_ref(ids_TK: Tensor, num_local: int, num_blocks: int, etp: int) -> Tensor:
@@ -39,33 +35,3 @@ def reduce_ref(y_GSN: Tensor, peers_T: Tensor, rank: int) -> Tensor:
         part_TN = y_GSN[p].view(G, S // G, N)[rank, :T]
         out_TN = out_TN + torch.where((peers_T >> p & 1).bool()[:, None], part_TN, 0)
     return out_TN.to(y_GSN.dtype)
-
-
-def fetch_ref(rows: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
-    """Return each rank's clones, [c, ...]; zeros where a place is empty.
-
-    rows[b] are [e, ...] of the rank of block b, one per block.
-    """
-    used, dtype = places.experts_N >= 0, rows[0].dtype
-    whole = torch.cat([r.view(torch.uint8) if r.itemsize == 1 else r for r in rows])
-    came = whole.new_zeros(used.shape[0], *whole.shape[1:])
-    came[used] = whole[places.experts_N[used].long()]
-    return list(came.view(dtype).split(places.num_clones))
-
-
-def bring_home_ref(grads: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
-    """Return each rank's gradients, [e, ...], with those of its experts' clones.
-
-    Added in fp32, in the order of places, and rounded once. grads[b] are [e + c, ...], as above.
-    """
-    e, c = places.num_local, places.num_clones
-    home = [grad[:e].clone() for grad in grads]
-    wide = torch.promote_types(grads[0].dtype, torch.float32)
-    totals: dict[int, Tensor] = {}
-    for n, x in enumerate(places.experts_N.tolist()):
-        if x >= 0:
-            total = totals.get(x, home[x // e][x % e].to(wide))
-            totals[x] = total + grads[n // c][e + n % c]
-    for x, total in totals.items():
-        home[x // e][x % e] = total
-    return home

@@ -120,6 +120,24 @@ def test_nearest_codes(kind: Any) -> None:
     assert torch.equal(decoded, torch.tensor(values)[:-1])
 
 
+@pytest.mark.gpu
+@kinds
+def test_gpus_quantise_to_the_same_bits(kind: Any) -> None:
+    """Values of all sizes, rows and groups of zeros, and the ends of bf16 and fp32."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 384, generator=generator)
+    x *= torch.exp2(torch.randint(-120, 120, (512, 1), generator=generator).float())
+    x[0], x[1, :64], x[2], x[3] = 0, 0, torch.finfo(torch.float32).tiny, 3e38
+    for values in (x, x.bfloat16(), torch.randn(384, 512, generator=generator).t()):
+        wanted, found = quantise(values, kind), quantise(values.cuda(), kind)
+        for one, other in zip(found.tensors(), wanted.tensors(), strict=True):
+            assert torch.equal(one.cpu(), other)
+        again = dequantise(found, torch.bfloat16).cpu()
+        assert torch.equal(
+            again.nan_to_num(7), dequantise_ref(wanted, torch.bfloat16).nan_to_num(7)
+        )
+
+
 def test_borders_are_bitsandbytes() -> None:
     """Of `dQuantizeNF4` in its kernels.cu, which takes the higher code above a border."""
     wanted = [

@@ -57,22 +57,6 @@ def waiting(schedule: Schedule, costs: Costs, copies: list[float]) -> Spans:
         return before if leaves is None else max(before, out(rank, at - 2))
 
     @cache
-    def back(rank: int, at: int) -> float:
-        """When the last copy back for backwards up to an item has ended."""
-        if at < 0:
-            return 0.0
-        found = of_kind(rank, at, "BD")
-        if found is None:
-            return back(rank, at - 1)
-        _, forward_at = place["F", *found[1:]]
-        asked = at - 1
-        while asked > forward_at and of_kind(rank, asked, "FBD") is None:
-            asked -= 1
-        asked = max(asked, forward_at + 1)
-        begin = max(back(rank, at - 1), out(rank, forward_at), free(rank, asked))
-        return begin + copies[found.stage]
-
-    @cache
     def start(rank: int, at: int) -> float:
         starts = [free(rank, at)]
         for kind, stage, micro_batch in list_actions(schedule.orders[rank][at]):
@@ -80,7 +64,7 @@ def waiting(schedule: Schedule, costs: Costs, copies: list[float]) -> Spans:
             if kind == "F" and stage:
                 sources = [place["F", stage - 1, micro_batch]]
             if kind in "BD":
-                starts.append(back(rank, at))
+                starts.append(out(rank, place["F", stage, micro_batch][1]))
                 if stage + 1 < schedule.num_stages:
                     sources = [backward(stage + 1, micro_batch)]
             for source in sources:
@@ -89,9 +73,9 @@ def waiting(schedule: Schedule, costs: Costs, copies: list[float]) -> Spans:
 
     @cache
     def end(rank: int, at: int) -> float:
-        forward = of_kind(rank, at, "F")
-        own = copies[forward.stage] if forward else 0.0
-        return start(rank, at) + max(lasts[rank][at], own)
+        found = [of_kind(rank, at, kinds) for kinds in ("F", "BD")]
+        own = [copies[action.stage] for action in found if action]
+        return start(rank, at) + max(lasts[rank][at], *own, 0.0)
 
     places = [(r, at) for r, order in enumerate(schedule.orders) for at in range(len(order))]
     return [(start(*each), end(*each)) for each in places]
@@ -144,7 +128,7 @@ def test_no_item_waits_and_with_more_one_does(data: Any, name: Any, pp: int, num
     check(schedule, costs, sizes)
 
 
-# Costs with which an engine is busy still when it is asked for the next copy, or a copy back has to
+# Costs with which the engine is busy still when it is asked for the next copy, or a backward has to
 # wait for the way out: without these rules the fractions would be larger.
 BUSY: dict[str, tuple[Schedule, Costs, list[int]]] = {
     "out": (
@@ -155,16 +139,6 @@ BUSY: dict[str, tuple[Schedule, Costs, list[int]]] = {
             backward_weights=(0.1,) * 6,
         ),
         [4000, 1, 1000, 1, 1, 1],
-    ),
-    "back": (
-        make_schedule("gpipe", pp=4, chunks=2, num_micro_batches=6),
-        Costs(
-            forward=(0.1, 0.1, 4.0, 4.0, 0.1, 0.5, 4.0, 1.0),
-            backward_inputs=(0.1, 4.0, 0.1, 0.1, 0.1, 1.0, 0.5, 0.5),
-            backward_weights=(4.0, 0.1, 0.1, 0.1, 0.1, 0.5, 0.1, 0.1),
-            transfer=0.5,
-        ),
-        [1000, 1000, 100, 4000, 4000, 100, 100, 4000],
     ),
     "out and back": (
         make_schedule("interleaved", pp=2, chunks=2, num_micro_batches=2),

@@ -4,6 +4,7 @@ A fake graph runs the captured function again. That real replays train as eager 
 on GPUs, in test_forward_backward_gpu.py.
 """
 
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -202,7 +203,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     }
     with emulated():
         model = make(dispatch=replace(CLONES, name="nvlink", nvlink=NVLinkOptions(max_tokens=6)))
-    found["clones over peers"] = error_of(lambda: GraphedForwardBackward(print, model))
+    found["clones, nvlink"] = error_of(lambda: GraphedForwardBackward(print, model))
     eager = make_forward_backward()
     found["eager"] = train(eager.owner, eager, x, range(6))
     with fake_steps():
@@ -217,8 +218,9 @@ found = ranks_fixture(2, worker)
 def test_dispatchers_that_wait_for_sizes_are_refused_and_so_is_a_cpu(found: dict[str, Any]) -> None:
     for name in ("alltoall", "allgather"):
         assert "must be 'nvlink' or pad to a capacity" in found[name]
-    assert "must go with dispatcher 'nvlink' for a CUDA graph" in found["clones"]
-    for name in ("padded", "local", "clones over peers"):
+    for name in ("clones", "clones, nvlink"):
+        assert re.match(r"DispatchOptions.clones \(.*\) must be None for a CUDA graph", found[name])
+    for name in ("padded", "local"):
         assert found[name].startswith("device of the model (cpu) must be a GPU")
 
 

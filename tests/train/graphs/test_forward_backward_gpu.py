@@ -20,7 +20,6 @@ from torch import Tensor
 
 from moecore import (
     BalanceConfig,
-    CloneOptions,
     ContextOptions,
     DenseOptions,
     DispatchOptions,
@@ -66,7 +65,6 @@ class Case:
 
 RECOMPUTE = ("norm", "activation", "rope", "mla_up_proj", "shared_experts", "expert_fc1")
 ROOM = NVLinkOptions(row_factor=4.0)
-CLONED: dict[str, Any] = {"clones": CloneOptions(min_share=0.0)} if WORLD > 1 else {}
 CASES = {
     "all ranks": Case(ep=WORLD, nvlink=ROOM),
     "gathered once, casts kept": Case(
@@ -113,10 +111,6 @@ CASES = {
     ),
     "MoE layers computed again": Case(
         ep=WORLD, nvlink=ROOM, options=dict(memory=MemoryOptions(recompute=("norm", "moe")))
-    ),
-    "clones of hot experts": Case(ep=WORLD, nvlink=ROOM, balance=LOSSES, dispatch=CLONED),
-    "clones of hot experts in FP8": Case(
-        ep=WORLD, nvlink=ROOM, dispatch=CLONED, options=dict(precision="blockwise")
     ),
     "half the ranks": Case(
         ep=max(1, WORLD // 2), nvlink=ROOM if WORLD > 2 else None, fsdp=dict(blocks_per_unit=2)

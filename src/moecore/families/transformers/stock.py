@@ -127,10 +127,7 @@ def get_router(block: nn.Module, layout: LayerLayout) -> Any:
 def refuse_customised_block(
     block: nn.Module, layout: LayerLayout, child_names: tuple[str, ...] = ()
 ) -> None:
-    """Raise NotImplementedError for a block with code that is not from transformers.
-
-    This includes child modules that neither `layout` nor `child_names` names.
-    """
+    """Raise NotImplementedError for a block with code or children that are not of transformers."""
     home = (type(block).__module__,)
     kind = type(block).__name__
     holder, _, linear = layout.router.rpartition(".")

@@ -79,10 +79,7 @@ class _Hosts:
     def ask_all(
         self, method: str, name: str, headers: dict[str, str] | None = None
     ) -> Iterator[tuple[_Host, Any, bytes]]:
-        """Yield (host, headers, body) of the hosts that have the file.
-
-        OSError if no host answered. A lost host is skipped, because others have its files.
-        """
+        """Yield (host, headers, body) of hosts that have the file; OSError if no host answered."""
         failures = list[OSError]()
         for host in self.ring:
             try:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moecore.base.fields import format_name, quote
+from moecore.base.torch_private import tree_map_only
 from moecore.io.checkpoint.manifest import MAX_DEPTH, is_nested_deeper
 from moecore.io.checkpoint.state import ModelView
 
@@ -213,7 +214,8 @@ def encode_scheduler_state(scheduler: Scheduler) -> dict[str, Any]:
     """Convert a scheduler's state to JSON values; ValueError if JSON cannot store the state."""
     state = scheduler.state_dict()
     name = _name_scheduler(scheduler)
-    numbers = _convert_tensors_to_numbers(state)
+    # Synchronises with the device.
+    numbers = tree_map_only(Tensor, lambda x: x if x.ndim else x.item(), state)
     check_json_values(f"scheduler {name}", numbers)
     values: dict[str, Any] = copy_json(numbers)
     if _restore_types(state, values) != state:
@@ -221,17 +223,6 @@ def encode_scheduler_state(scheduler: Scheduler) -> dict[str, Any]:
             f"scheduler ({name}) must have a state that JSON can hold: keep it in extra instead"
         )
     return values
-
-
-def _convert_tensors_to_numbers(value: Any) -> Any:
-    """Replace scalar tensors in nested values by numbers; synchronises with the device."""
-    if isinstance(value, Tensor) and value.ndim == 0:
-        return value.item()
-    if isinstance(value, dict):
-        return {key: _convert_tensors_to_numbers(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_convert_tensors_to_numbers(entry) for entry in value]
-    return value
 
 
 def _restore_types(template: Any, value: Any) -> Any:

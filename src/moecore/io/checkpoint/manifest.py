@@ -25,12 +25,20 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import Annotated, Any
 
 import torch
+from typing_extensions import override
 
-from moecore.base.fields import check_arguments, format_name
+from moecore.base.fields import (
+    Bound,
+    CheckedRecord,
+    FieldErrors,
+    Passes,
+    check_arguments,
+    format_name,
+)
 from moecore.io.checkpoint.files import MAX_TABLE, read_regular_file
 from moecore.io.checkpoint.object_storage import make_path
 
@@ -54,13 +62,19 @@ _FIELDS = {
     *("optimizer_class", "optimizer", "scheduler", "extra", "files", "tensors", "sha256"),
 }
 
+Size = Annotated[int, Bound(">=", 0), Bound("<", _MAX_BYTES)]
+
+
+def _is_digest(value: object) -> bool:
+    return isinstance(value, str) and SHA256.fullmatch(value) is not None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StoredFile:
+class StoredFile(CheckedRecord):
     """Size in bytes and SHA-256 (hex) of a shard file."""
 
-    size: int
-    sha256: str
+    size: Annotated[Size, Bound(">=", 1)]
+    sha256: Annotated[str, Passes(_is_digest, "64 hex digits")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,18 +97,31 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ManifestFacts:
+class ManifestFacts(CheckedRecord):
     """Metadata of a checkpoint as JSON values: step, config, optimizer groups and others."""
 
-    step: int
-    world_size: int
-    meshes: list[dict[str, int]] = field(default_factory=list)
+    step: Size
+    world_size: Annotated[Size, Bound(">=", 1)]
+    meshes: list[dict[str, Size]] = field(default_factory=list)
     versions: dict[str, str]
     config: dict[str, Any] | None
     optimizer_class: str | None = None
     optimizer: list[dict[str, Any]] | None = None
     scheduler: dict[str, Any] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @override
+    def _find_field_errors(self) -> FieldErrors:
+        groups, kind = self.optimizer, self.optimizer_class
+        for group in groups or ():
+            names = group.get("params")
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                yield "optimizer", "have groups with a list of names as params: name them"
+        if groups is None or kind is None:
+            if groups is not kind:
+                yield "optimizer_class", "be a string beside groups, and None without: pass both"
+        elif kind.count(", ") + 1 not in (1, len(groups)):
+            yield "optimizer_class", "be one class, or one for each group: name them"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,7 +218,7 @@ def parse_manifest(text: str) -> Manifest:
         text == _dump_json(values | {"sha256": digest}) + "\n", "its text is not what was written"
     )
     return Manifest(
-        facts=_parse_facts(values),
+        facts=ManifestFacts(**{f.name: values[f.name] for f in fields(ManifestFacts)}),
         files=_parse_files(values["files"]),
         tensors=_parse_tensors(values["tensors"], values["files"]),
         text=text,
@@ -208,51 +235,6 @@ def is_nested_deeper(value: Any, max_depth: int) -> bool:
     return bool(level)
 
 
-def _parse_facts(manifest_json: dict[str, Any]) -> ManifestFacts:
-    """Convert the manifest's JSON values to `ManifestFacts`, or raise ValueError."""
-    _require(_is_count(manifest_json["step"]), "step must be a whole number >= 0")
-    _require(
-        _is_count(manifest_json["world_size"], min_value=1),
-        "world_size must be a whole number >= 1",
-    )
-    meshes, groups = manifest_json["meshes"], manifest_json["optimizer"]
-    _require(
-        isinstance(meshes, list)
-        and all(isinstance(mesh, dict) and all(map(_is_count, mesh.values())) for mesh in meshes),
-        "meshes must be a list of dims and sizes",
-    )
-    versions = manifest_json["versions"]
-    _require(
-        isinstance(versions, dict) and all(isinstance(v, str) for v in versions.values()),
-        "versions must be strings",
-    )
-    for name in ("config", "scheduler"):
-        _require(isinstance(manifest_json[name], dict | None), f"{name} must be an object or null")
-    _require(isinstance(manifest_json["extra"], dict), "extra must be an object")
-    _require(
-        groups is None or (isinstance(groups, list) and all(map(_is_group, groups))),
-        "optimizer must be null or a list of groups with the names of their parameters",
-    )
-    kind = manifest_json["optimizer_class"]
-    _require(
-        isinstance(kind, str | None) and (kind is None) == (groups is None),
-        "optimizer_class must be a string beside groups, and null without",
-    )
-    _require(
-        kind is None or len(kind.split(", ")) in (1, len(groups)),
-        "optimizer_class must be one class, or one for each group",
-    )
-    return ManifestFacts(
-        **{name: manifest_json[name] for name in ManifestFacts.__dataclass_fields__}
-    )
-
-
-def _is_group(group: Any) -> bool:
-    """Whether a JSON value is an optimizer group: a dict with a list of names as "params"."""
-    names = group.get("params") if isinstance(group, dict) else None
-    return isinstance(names, list) and all(isinstance(name, str) for name in names)
-
-
 def _parse_files(files_json: Any) -> dict[str, StoredFile]:
     """Convert the manifest's JSON value "files" to records by file name, or raise ValueError."""
     _require(isinstance(files_json, dict), "files must be an object")
@@ -262,12 +244,6 @@ def _parse_files(files_json: Any) -> dict[str, StoredFile]:
             f"files: {name!r:.80} must be rank-<number>.safetensors",
         )
         _require_keys(file, {"size", "sha256"}, f"files: {name}")
-        digest = file["sha256"]
-        _require(_is_count(file["size"], min_value=1), f"files: the size of {name} must be >= 1")
-        _require(
-            isinstance(digest, str) and SHA256.fullmatch(digest) is not None,
-            f"files: the sha256 of {name} must be 64 hex digits",
-        )
     return {name: StoredFile(**file) for name, file in files_json.items()}
 
 
@@ -370,10 +346,10 @@ def _parse_sizes(value: Any, prefix: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _is_count(value: Any, *, min_value: int = 0) -> bool:
-    """Whether a JSON value is an integer from `min_value` to 2**62 - 1."""
+def _is_count(value: Any) -> bool:
+    """Whether a JSON value is an integer from 0 to 2**62 - 1."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
-    return is_int and min_value <= value < _MAX_BYTES
+    return is_int and 0 <= value < _MAX_BYTES
 
 
 def _require_keys(value: Any, keys: Iterable[str], prefix: str) -> None:

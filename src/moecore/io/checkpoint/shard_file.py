@@ -96,10 +96,7 @@ def compute_layout(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> 
 
 
 class ShardWriter:
-    """Writes one new safetensors file sequentially; a second thread computes its SHA-256.
-
-    `header` is from `compute_layout`. If `pinned`, GPU tensors are copied through pinned memory.
-    """
+    """Writes one new safetensors file sequentially; a second thread computes its SHA-256."""
 
     def __init__(self, path: AnyPath, header: bytes, *, pinned: bool, meter: Meter) -> None:
         self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned, device="cpu")

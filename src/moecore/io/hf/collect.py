@@ -121,10 +121,7 @@ class PartOwners:
 def read_shard_box(
     tensor: Tensor, box: tuple[slice, ...], dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return the slices `box` of this rank's shard: a view, or dequantised values in a new tensor.
-
-    Weights in 4 bits are dequantised to `dtype`; None = the tensor's dtype.
-    """
+    """Return a view of the slices `box` of this rank's shard; 4 bits are dequantised to `dtype`."""
     local = get_detached_shard(tensor)
     return local[box] if get_fp8_blocks(tensor) is None else read_stored_values(tensor, box, dtype)
 

@@ -168,10 +168,7 @@ def _list_applied_adapters(layer: Any) -> list[str]:
 
 
 def _merge_into_dense(layer: Any, local_weight: Tensor) -> None:
-    """Add the scaled B A of each active LoRA adapter to `local_weight`, a shard of the weight.
-
-    `layer` is peft's linear or embedding layer. Collective.
-    """
+    """Add s * B A of each active LoRA adapter to a shard of the weight of `layer`. Collective."""
     indices = compute_global_indices(layer.get_base_layer().weight)
     total = _upcast(local_weight)
     for adapter in _list_applied_adapters(layer):
@@ -195,10 +192,7 @@ def _merge_into_dense(layer: Any, local_weight: Tensor) -> None:
 def _merge_into_experts(
     experts: Experts, weight_name: str, lora: Any, local_weight: Tensor
 ) -> None:
-    """Add the scaled B A of each active LoRA adapter to `local_weight`, a shard of the weight.
-
-    `lora` is the experts' LoRA module of this weight. Collective.
-    """
+    """Add s * B A of each active LoRA adapter to a shard of the experts' weight. Collective."""
     indices = compute_global_indices(getattr(experts, weight_name))[0]
     adapters = _read_adapters(lora, unshard_tensor)
     for place, e in enumerate(indices.tolist()):  # one unsharded matrix at a time
@@ -226,10 +220,7 @@ def _add_expert_updates(
 
 
 def _merge_dense_into_exports(layer: Any) -> None:
-    """Register the active LoRA adapters of a linear in 4 bits, so that exports add B A. Collective.
-
-    The weight is replicated, and A and B are sharded with their unit.
-    """
+    """Register active LoRA adapters of a linear in 4 bits, so that exports add B A. Collective."""
     weight, names = layer.get_base_layer().weight, _list_applied_adapters(layer)
     pairs = [(layer.lora_A[n].weight, layer.lora_B[n].weight, layer.scaling[n]) for n in names]
     adapters = [(_upcast(unshard_tensor(a)), _upcast(unshard_tensor(b)), s) for a, b, s in pairs]

@@ -285,10 +285,7 @@ def _find_mxfp4_problems(files: HFFiles, name: str) -> list[str]:
 
 
 def _join_bitsandbytes_sources(files: HFFiles, sources: dict[str, TensorSource]) -> list[str]:
-    """Replace the `sources` of a weight's tensors by one source, in place; return error texts.
-
-    `sources` has the directory's tensors by name.
-    """
+    """Replace the `sources` of a weight's tensors by one source, in place; return error texts."""
     problems = list[str]()
     for state_name, entry in files.tensors.items():
         suffix = next((s for s in BNB_STATES if state_name.endswith(s)), None)

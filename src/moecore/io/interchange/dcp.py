@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -165,10 +164,11 @@ def write_dcp(path: Path, tensors: Mapping[str, NewTensor], meter: Meter) -> Non
             raise cause from None
 
 
-class _ChunkPlanner(SavePlanner):
+class _ChunkPlanner(dcp.DefaultSavePlanner):
     """DCP save planner that computes the values of each chunk only when DCP writes the chunk."""
 
     def __init__(self, tensors: Mapping[str, NewTensor], meter: Meter) -> None:
+        super().__init__()
         self._meter = meter
         self._chunks: dict[MetadataIndex, NewChunk] = {}
         self._metadata: dict[str, Any] = {}
@@ -187,11 +187,6 @@ class _ChunkPlanner(SavePlanner):
                 self._chunks[index] = chunk
                 self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
 
-    def set_up_planner(
-        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
-    ) -> None:
-        """Do nothing; DCP requires this method."""
-
     def create_local_plan(self) -> SavePlan:
         """Return the plan of all chunks, in order."""
         return SavePlan(self._items)
@@ -199,10 +194,6 @@ class _ChunkPlanner(SavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return the plan of the only process, and the metadata of all tensors."""
         return all_plans, Metadata(self._metadata)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
-        return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Compute and return the values of a chunk."""

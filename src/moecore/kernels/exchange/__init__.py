@@ -1,1 +1,1 @@
-"""Exchanges of rows and of cloned weights between GPUs, by stores into peers' memory."""
+"""Exchanges of rows between GPUs, by stores into peers' memory."""

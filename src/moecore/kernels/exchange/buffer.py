@@ -103,9 +103,10 @@ class ExchangePointers(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PeerBuffer:
-    """This rank's addresses of the exchange buffers of all ranks, and this rank's state."""
+class SymmetricBuffer:
+    """This rank's addresses of all ranks' buffers of an exchange, and this rank's state."""
 
+    layout: ExchangeLayout
     rank: int  # this rank in the group
     bases: Tensor  # int64 [4, G] on the device, this rank's addresses of every rank's regions
     state: Tensor  # int32 [NUM_WORDS] on the device, initially zero
@@ -113,20 +114,13 @@ class PeerBuffer:
     report: Tensor
     timeout_ns: int  # how long a receiver waits for a peer
     memory: Any = None  # an owner of the memory, kept alive with this record
+    # for each peer, the memory to which `copy_sums_to_peers` writes; empty without `sums_slot`
+    sums_slots: tuple[Tensor, ...] = ()
 
     @property
     def kernel_tensors(self) -> ExchangePointers:
         """The three tensors of this record that kernels receive."""
         return ExchangePointers(self.bases, self.state, self.report)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SymmetricBuffer(PeerBuffer):
-    """This rank's addresses of all ranks' buffers for the exchange of token rows."""
-
-    layout: ExchangeLayout
-    # for each peer, the memory to which `copy_sums_to_peers` writes; empty without `sums_slot`
-    sums_slots: tuple[Tensor, ...] = ()
 
 
 def view_int32(rows: Tensor) -> Tensor:

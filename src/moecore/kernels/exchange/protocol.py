@@ -2,8 +2,7 @@
 
 Two slots need no barrier. Operation n uses slot n % 2. A rank that pushes n + 2 has finished n + 1,
 so it has seen the flags of n + 1 of every chunk of every rank, including empty chunks. Those ranks
-raised the flags after they finished n, and therefore after their last read of slot n % 2. In
-`clones.py` the chunks are programs.
+raised the flags after they finished n, and therefore after their last read of slot n % 2.
 
 A flag has the value n + 1 and is never cleared, so a flag that arrives after a timeout is not
 mistaken for a flag of a later operation. n is counted on the device, so a replayed CUDA graph

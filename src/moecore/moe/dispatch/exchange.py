@@ -6,26 +6,21 @@ same shapes on meta, for the planner, and records launches and bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.streams import Stream, create_stream, get_current_stream, use_stream
-from moecore.kernels.exchange import clones as clone_kernels
 from moecore.kernels.exchange import copies
 from moecore.kernels.exchange import operations as kernels
 from moecore.kernels.exchange.buffer import (
     ERROR_WORD,
     NEEDED_WORD,
     ExchangeLayout,
-    PeerBuffer,
     SymmetricBuffer,
 )
-from moecore.kernels.exchange.clones import CloneBuffer, ClonePlaces
 from moecore.kernels.exchange.copies import SlotEvent, SlotState
 from moecore.kernels.meta import record_launch
 from moecore.moe.placement import ExpertPlacement
@@ -34,7 +29,6 @@ from moecore.moe.shortage import ShortageCounters
 # Operations of a `MetaExchange`, by the names of their kernels.
 SPREAD, REDUCE, COPY = "_spread_kernel", "_reduce_kernel", "copy to peers"
 KINDS = ("dispatch (or the backward of a combine)", "combine (or the backward of a dispatch)")
-CLONE_KINDS = ("transfer of clones' weights", "sum of clones' gradients")
 
 
 class ExchangeError(RuntimeError):
@@ -60,24 +54,6 @@ class ExchangeMap(NamedTuple):
     peers_T: Tensor  # int64, bit g of each local token: rank g received the token
     places_S: Tensor  # int32, the index of the source row itself; -1 = a hole
     slots_SN: Tensor  # int32, the N rows of each source row in a tensor of rows; -1 = no row
-
-
-def raise_if_rank_missed_timeout(
-    buffer: PeerBuffer, group: dist.ProcessGroup, operation_names: Sequence[str]
-) -> None:
-    """Raise `ExchangeError` if the device has reported a missed timeout to the host."""
-    # The error stays until `ExchangePool.close` and new buffers, because the operations that the
-    # late rank missed are unknown. Until then no operation waits for any rank.
-    error = int(buffer.report[ERROR_WORD])
-    if not error:
-        return
-    late, kind = divmod(error - 1, 2)
-    late, me = (dist.get_global_rank(group, rank) for rank in (late, buffer.rank))
-    raise ExchangeError(
-        f"rank {late} must come to a {operation_names[kind]} within NVLinkOptions.timeout_s "
-        f"({buffer.timeout_ns / 1e9:g} s), but rank {me} waited in vain: look at rank "
-        f"{late}, then call close(); results since then are not valid"
-    )
 
 
 class Exchange:
@@ -199,7 +175,19 @@ class Exchange:
 
     def raise_if_rank_late(self) -> None:
         """Raise `ExchangeError` if the host knows that a rank missed the timeout. No host sync."""
-        raise_if_rank_missed_timeout(self.buffer, self.group, KINDS)
+        # The error stays until `ExchangePool.close` and new buffers, because the operations that
+        # the late rank missed are unknown. Until then no operation waits for any rank.
+        buffer = self.buffer
+        error = int(buffer.report[ERROR_WORD])
+        if not error:
+            return
+        late, kind = divmod(error - 1, 2)
+        late, me = (dist.get_global_rank(self.group, rank) for rank in (late, buffer.rank))
+        raise ExchangeError(
+            f"rank {late} must come to a {KINDS[kind]} within NVLinkOptions.timeout_s "
+            f"({buffer.timeout_ns / 1e9:g} s), but rank {me} waited in vain: look at rank "
+            f"{late}, then call close(); results since then are not valid"
+        )
 
 
 class MetaExchange(Exchange):
@@ -262,34 +250,3 @@ class MetaExchange(Exchange):
     def limit_rows(self, offsets_e: Tensor, max_rows: int) -> Tensor:
         """Return the offsets unchanged, because meta tensors have no values."""
         return offsets_e
-
-
-class CloneExchange:
-    """Sends weights and gradients of clones (expert copies) by stores into peers' memory."""
-
-    def __init__(self, buffer: CloneBuffer, group: dist.ProcessGroup) -> None:
-        self.buffer, self.group = buffer, group
-        G = group.size()
-        experts_N = torch.arange(G, dtype=torch.int32, device=buffer.state.device).repeat(G)
-        self._gather_places = ClonePlaces(experts_N=experts_N, num_clones=G, num_local=1)
-
-    def all_gather_row(self, row_1E: Tensor) -> Tensor:
-        """All-gather row [1, E] of each of G ranks to [G, E], by stores into peers' memory."""
-        (rows_GE,) = self.fetch_clone_weights([row_1E], self._gather_places)
-        return rows_GE
-
-    def fetch_clone_weights(self, tensors: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
-        """Send experts' weights [e, ...] to clones; return [c, ...], 0 in slots without a clone."""
-        return [clone_kernels.fetch_clones(self.buffer, tensor, places) for tensor in tensors]
-
-    def add_clone_grads_(self, grads: Sequence[Tensor], places: ClonePlaces) -> list[Tensor]:
-        """Add clones' gradients to the gradients of their experts; return [e, ...].
-
-        Each of `grads` is [e + c, ...]: this rank's e experts, then its c slots for clones.
-        """
-        add_ = clone_kernels.add_clone_grads_
-        return [add_(self.buffer, grad.contiguous(), places) for grad in grads]
-
-    def raise_if_rank_late(self) -> None:
-        """Raise `ExchangeError` if the host knows that a rank missed the timeout. No host sync."""
-        raise_if_rank_missed_timeout(self.buffer, self.group, CLONE_KINDS)

@@ -5,7 +5,7 @@ together allocate an exchange at its first use. Its buffer exists until `close()
 user of the pool is deleted. Only the allocation and `check` wait for the device.
 
 Memory (`peer_memory.py`): 2 * G * C rows per rank and exchange, C the maximum tokens of any rank; 3
-with `NVLinkOptions.overlap_weight_grads`. Clones have their own slots, twice `SET_BYTES`.
+with `NVLinkOptions.overlap_weight_grads`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from moecore.kernels.exchange.buffer import (
     SymmetricBuffer,
 )
 from moecore.moe.dispatch.collectives import all_gather_rows
-from moecore.moe.dispatch.exchange import CloneExchange, Exchange, ExchangeError, MetaExchange
-from moecore.moe.dispatch.peer_memory import make_clone_buffer, make_exchange_buffer
+from moecore.moe.dispatch.exchange import Exchange, ExchangeError, MetaExchange
+from moecore.moe.dispatch.peer_memory import make_exchange_buffer
 from moecore.moe.dispatch.wire import Wire
 from moecore.moe.shortage import BufferOwner, ShortageCounters
 
@@ -64,7 +64,6 @@ class ExchangePool(BufferOwner):
         self._programs = num_programs
         self._entries: dict[tuple[int, int], Exchange] = {}
         self._meta_entries: dict[tuple[int, int], Exchange] = {}  # on meta
-        self._clones: CloneExchange | None = None
 
     @property
     def capacity_factor(self) -> float | None:
@@ -74,12 +73,12 @@ class ExchangePool(BufferOwner):
     @property
     def shortages(self) -> tuple[ShortageCounters, ...]:
         """Counters of expert rows above the capacity, one per exchange of token rows."""
-        return tuple(exchange.shortage for exchange in self.token_exchanges)
+        return tuple(exchange.shortage for exchange in self.all_exchanges)
 
     def set_capacity_factor(self, capacity_factor: float) -> None:
         """Set `NVLinkOptions.row_factor` of later dispatches; buffers are not reallocated."""
         self.options = replace(self.options, row_factor=capacity_factor)
-        for exchange in self.token_exchanges:
+        for exchange in self.all_exchanges:
             exchange.options = self.options
 
     def make_error(self, shortage: ShortageCounters) -> ExchangeError:
@@ -119,27 +118,15 @@ class ExchangePool(BufferOwner):
             )
         return exchange
 
-    def get_clone_exchange(self, device: torch.device) -> CloneExchange:
-        """Return the exchange of clones (expert copies); the first call allocates. Collective."""
-        if self._clones is None:
-            self._clones = self._make_clone_exchange(device)
-        self._clones.raise_if_rank_late()
-        return self._clones
-
     @property
-    def token_exchanges(self) -> tuple[Exchange, ...]:
-        """All allocated exchanges of token rows, without the exchange of clones (expert copies)."""
+    def all_exchanges(self) -> tuple[Exchange, ...]:
+        """All allocated exchanges of token rows."""
         return tuple(self._entries.values())
 
     @property
     def planned_bytes(self) -> int:
         """Bytes of the buffers that a GPU would need for the forwards that ran on meta."""
         return sum(exchange.layout.num_bytes for exchange in self._meta_entries.values())
-
-    @property
-    def all_exchanges(self) -> tuple[Any, ...]:
-        """All allocated exchanges: of token rows and, if used, of clones (expert copies)."""
-        return (*self.token_exchanges, *([] if self._clones is None else [self._clones]))
 
     def raise_reported_errors(self, *, includes_shortages: bool = True) -> None:
         """Raise `ExchangeError` for a late rank or a too small buffer that the host knows of."""
@@ -166,7 +153,6 @@ class ExchangePool(BufferOwner):
             self.wait_for_reports()
             dist.barrier(self.group)  # no rank frees memory that other ranks still access
         self._entries.clear()
-        self._clones = None
 
     def _make_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
         """Allocate an exchange for K = `top_k` choices and rows like x_TD. Collective."""
@@ -175,7 +161,11 @@ class ExchangePool(BufferOwner):
                 f"device of the tokens ({x_TD.device}) must be a GPU for dispatcher ('nvlink'): "
                 "use 'alltoall'"
             )
-        _raise_if_capturing_graph()
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "the buffers of dispatcher ('nvlink') must be made before a graph is captured: run "
+                "one step first"
+            )
         programs = self._programs or count_sms(x_TD.device)
         max_tokens = self._compare_options(x_TD, top_k, programs)
         layout = self._make_layout(x_TD, top_k, max_tokens, programs)
@@ -184,12 +174,6 @@ class ExchangePool(BufferOwner):
             buffer = make_exchange_buffer(layout, self.group, x_TD.device, self.options.timeout_s)
         balanced = layout.source_rows * layout.top_k // self.ep
         return Exchange(buffer, self.group, self.options, balanced_rows=balanced)
-
-    def _make_clone_exchange(self, device: torch.device) -> CloneExchange:
-        _raise_if_capturing_graph()
-        with torch.cuda.device(device), torch.inference_mode(False):
-            buffer = make_clone_buffer(self.group, device, self.options.timeout_s)
-            return CloneExchange(buffer, self.group)
 
     def _make_meta_exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
         max_tokens = self.options.max_tokens or x_TD.shape[0]
@@ -248,7 +232,7 @@ class TokenCapacity(BufferOwner):
         """Capacity in tokens, 1 if unknown; None = a forward with more tokens raises an error."""
         if self._pool.capacity_factor is None:
             return None
-        sizes = (exchange.layout.max_tokens for exchange in self._pool.token_exchanges)
+        sizes = (exchange.layout.max_tokens for exchange in self._pool.all_exchanges)
         return max(sizes, default=self._pool.options.max_tokens or 1)
 
     @property
@@ -261,7 +245,7 @@ class TokenCapacity(BufferOwner):
         if self.watch != "reruns":
             return False
         if self._shortage is None:
-            words = torch.zeros_like(self._pool.token_exchanges[0].buffer.state[:1])
+            words = torch.zeros_like(self._pool.all_exchanges[0].buffer.state[:1])
             report = torch.zeros(1, dtype=torch.int32, device="cpu")
             self._shortage = ShortageCounters(words, report, even=1.0)
         max_tokens = max(num_tokens, self._shortage.reported_num_rows)
@@ -294,14 +278,6 @@ def find_unsendable_row_problem(x_TD: Tensor) -> str | None:
         f"rows ({D} x {x_TD.dtype}) must be fp32, bf16 or fp16 and multiples of {ROW_ALIGNMENT} "
         "bytes for dispatcher ('nvlink'): pad the model dim or use 'alltoall'"
     )
-
-
-def _raise_if_capturing_graph() -> None:
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "the buffers of dispatcher ('nvlink') must be made before a graph is captured: run "
-            "one step first"
-        )
 
 
 def split_programs(num_programs: int) -> dict[str, int]:

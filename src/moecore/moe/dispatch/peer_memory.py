@@ -5,17 +5,13 @@ The buffers are torch's symmetric memory: CUDA backend, no multicast.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from moecore.base.rank_checks import gather_objects, get_host_id
 from moecore.base.torch_private import allocate_symmetric_memory
 from moecore.kernels.common import HAS_TRITON, INTERPRET
 from moecore.kernels.exchange.buffer import MAX_RANKS, NUM_WORDS, ExchangeLayout, SymmetricBuffer
-from moecore.kernels.exchange.clones import CloneBuffer, CloneLayout
 from moecore.kernels.meta import get_num_meta_peers, meta_is_gpu
 
 
@@ -23,47 +19,26 @@ def make_exchange_buffer(
     layout: ExchangeLayout, group: dist.ProcessGroup, device: torch.device, timeout_s: float
 ) -> SymmetricBuffer:
     """Allocate this rank's zeroed buffer for an exchange of token rows. Collective."""
-    peers, handles = _allocate_peer_memory(layout, group, device, timeout_s)
-    slots = tuple(
-        layout.view_sums(peer, handles["rank"]) for peer in (peers if layout.sums_slot else [])
-    )
-    return SymmetricBuffer(layout=layout, sums_slots=slots, **handles)
-
-
-def make_clone_buffer(
-    group: dist.ProcessGroup, device: torch.device, timeout_s: float
-) -> CloneBuffer:
-    """Allocate this rank's zeroed buffer for an exchange of clones (expert copies). Collective."""
-    layout = CloneLayout(num_ranks=group.size())
-    _, handles = _allocate_peer_memory(layout, group, device, timeout_s)
-    return CloneBuffer(layout=layout, **handles)
-
-
-def _allocate_peer_memory(
-    layout: ExchangeLayout | CloneLayout,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    timeout_s: float,
-) -> tuple[list[Tensor], dict[str, Any]]:
-    """Allocate memory; return views of all ranks' memory, and `PeerBuffer` fields. Collective."""
-    size = (layout.num_bytes,)
+    size, rank = (layout.num_bytes,), dist.get_rank(group)
     memory, handle = allocate_symmetric_memory(layout.num_bytes, group, device)
     memory.zero_()  # the flags
     peers = [handle.get_remote_tensor(g, size, torch.uint8) for g in range(layout.num_ranks)]
     addresses = torch.tensor(
         [layout.locate_regions(peer.data_ptr()) for peer in peers], dtype=torch.int64, device="cpu"
     )
-    handles = dict(
-        rank=dist.get_rank(group),
+    buffer = SymmetricBuffer(
+        layout=layout,
+        rank=rank,
         bases=addresses.T.contiguous().to(device),
         state=torch.zeros(NUM_WORDS, dtype=torch.int32, device=device),
         report=torch.zeros(NUM_WORDS, dtype=torch.int32, device="cpu", pin_memory=True),
         timeout_ns=round(timeout_s * 1e9),
         memory=(memory, handle),
+        sums_slots=tuple(layout.view_sums(peer, rank) for peer in peers if layout.sums_slot),
     )
     torch.cuda.synchronize(device)
     dist.barrier(group)  # no rank raises a flag before all flags are cleared
-    return peers, handles
+    return buffer
 
 
 def find_local_peer_problem(num_ranks: int, device_type: str) -> str | None:

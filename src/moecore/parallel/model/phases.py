@@ -163,10 +163,9 @@ def configure_moe_layers(model: nn.Module, state: ParallelState) -> None:
         adapters = layer.get_part("experts").num_adapters
         placement = _make_expert_placement(layer.config, request, (number, name), adapters)
         layer.dispatcher = _make_dispatcher(layer.config.num_experts * adapters, placement, state)
-        peers = state.exchanges if state.domains is None else None  # only if it has all ranks
         clones = request.dispatch.clones
         if placement is not None and clones is not None and placement.num_clones:
-            layer.cloner = Cloner(placement, meshes.expert.get_group("ep"), clones, peers)
+            layer.cloner = Cloner(placement, meshes.expert.get_group("ep"), clones)
         if isinstance(layer, MoELayer) and layer.get_part("shared") is not None:
             layer.shared_stream = stream
             recipe = recipes.get("shared_experts")

@@ -4,10 +4,11 @@
 
     item             F0    F1    F2    B0    F3    B1   ..
     copy to host           0     1     2           3
-    copy to device               0           1
+    copy to device                     0           1
 
 The copy to the host starts after a forward, and device memory is free after the next item. The copy
-to the device runs during the item before the backward (`find_next_backwards`).
+to the device runs during the backward, one block ahead of it. The last block is copied during the
+item before (`find_next_backwards`).
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def offload_fractions(
 
     - The copy to the host starts after a forward, takes no longer than the forward, and ends
       before the item after the next starts.
-    - The copy to the device starts with the item before the backward.
+    - The copy to the device starts after the copy to the host and takes no longer than the
+      backward.
 
     One fraction holds for all micro-batches of a stage. It is 0 if a backward directly follows its
     forward. Stages of one rank share the copy engines: first all stages get an equal fraction, then
@@ -125,25 +127,20 @@ def _copies_fit_timeline(
     spans: Sequence[Span], fractions: Sequence[float], copy_seconds: Sequence[float]
 ) -> bool:
     """Whether no item of a rank's timeline waits for the copies of these offload fractions."""
-    out = back = 0.0  # times at which the copy engines are free
+    out = 0.0  # time at which the copies to the host have ended
     before = freed = copies_end = 0.0  # end of the last item, and of the last two items' copies
     offload_ends: dict[Place, float] = {}
-    return_ends: dict[Place, float] = {}
-    for span, backward in zip(spans, find_next_backwards([s.item for s in spans]), strict=True):
+    for span in spans:
         begin = max(before, freed)
-        if backward is not None and backward[1:] in offload_ends:
-            start = max(begin, back, offload_ends.pop(backward[1:]))
-            back = start + fractions[backward.stage] * copy_seconds[backward.stage]
-            return_ends[backward[1:]] = back
         before, freed, copies_end = span.end, copies_end, 0.0
         for action in list_actions(span.item):
-            if action.kind != "F":
-                begin = max(begin, return_ends.get(action[1:], 0.0))
-                continue
             duration = fractions[action.stage] * copy_seconds[action.stage]
-            if duration > span.end - span.start:
+            if action.kind != "W" and duration > span.end - span.start:
                 return False
-            out = copies_end = offload_ends[action[1:]] = max(out, span.end) + duration
+            if action.kind == "F":
+                out = copies_end = offload_ends[action[1:]] = max(out, span.end) + duration
+            elif action.kind in "BD":
+                begin = max(begin, offload_ends.pop(action[1:]))
         if begin > span.start:
             return False
     return True

@@ -335,10 +335,10 @@ def _check_dispatchers(moe_state: MoEState) -> None:
     for name, layer in moe_state.layers.items():
         capacity = layer.config.capacity
         pads = capacity is not None and capacity.pad
-        if layer.cloner is not None and layer.cloner.waits_on_host:
+        if layer.cloner is not None:
             raise ValueError(
-                f"clones of {name} ({layer.cloner.options}) must go with dispatcher 'nvlink' for a "
-                "CUDA graph, because the host reads their plan with any other: leave them out"
+                f"DispatchOptions.clones ({layer.cloner.options}) must be None for a CUDA graph, "
+                f"because the host reads the clones of {name}: drop it"
             )
         if layer.get_part("experts").waits_on_host:
             raise ValueError(

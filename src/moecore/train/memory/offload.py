@@ -149,10 +149,13 @@ class Offload(SavedStorages):
             chunk.pending_free = []
 
     def start_copy_back(self, chunk: OffloadChunk) -> None:
-        """Start to copy the storages of `chunk` back to the device. Call it before the backward."""
+        """Start to copy the last block of `chunk` back to the device; call it before the backward.
+
+        The backward of each block copies back the block before it.
+        """
         with self._hold_lock():
             chunk.pending_free = []  # what `free_last_block` has not freed yet stays on the device
-            for layer in reversed(chunk.layers):
+            for layer in chunk.layers[-1:]:
                 self._copy_groups_to_device(reversed(layer.groups.values()))
 
     @contextmanager
