@@ -24,7 +24,7 @@ from moecore.train.graphs.regions import graph_blocks
 from tests.helpers.ranks import run_ranks
 from tests.train.graphs.graph_fakes import fake_graphs
 
-ROWS, LENGTH, CALLS = 2, 256, WARM_UP + 4
+ROWS, LENGTH, CALLS = 2, 128, WARM_UP + 4
 WAYS = ("tp", "cp by all-gathers", "cp by all-to-alls")
 PACKED = "cp, packed"  # a fake capture would compute with borders that are not there yet
 

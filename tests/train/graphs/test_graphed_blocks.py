@@ -277,9 +277,9 @@ OVER_RANKS: dict[str, tuple[str, str, list[tuple[str, str]], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", OVER_RANKS)
-def test_attention_over_ranks_is_captured_with_nccl(name: str, monkeypatch) -> None:
-    device_type, backend, variables, problem = OVER_RANKS[name]
+@pytest.mark.parametrize("setting", OVER_RANKS)
+def test_attention_over_ranks_is_captured_with_nccl(setting: str, monkeypatch) -> None:
+    device_type, backend, variables, problem = OVER_RANKS[setting]
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_GRAPH_REGISTER"):
         monkeypatch.delenv(variable, raising=False)
     for variable, value in variables:

@@ -183,6 +183,15 @@ def test_parameters_that_move_are_captured_anew(fake: FakeRecorder) -> None:
     torch.testing.assert_close(model(x_of(2))[0], plain(x_of(2))[0], rtol=0, atol=0)
 
 
+def test_no_tensor_gets_an_address_of_a_capture(fake: FakeRecorder) -> None:
+    """All ranks see the change of a tensor, whatever memory their allocators have free."""
+    model = graphed()
+    warm(model, x_of(0), calls=gp.WARM_UP + 1)
+    address, model.scale = model.scale.data_ptr(), torch.tensor(3.0)
+    others = [torch.tensor(float(n)) for n in range(64)]
+    assert address not in {x.data_ptr() for x in (model.scale, *others)}
+
+
 def test_whoever_takes_gradients_of_parameters_sees_no_capture(fake: FakeRecorder) -> None:
     model, seen = graphed(), []
     weight = model.linear.weight
