@@ -35,8 +35,6 @@ CASES = CASES | {
         **SHARED, dense=DenseOptions(overlap_shared=True)
     ),
 }
-if torch.cuda.device_count() >= WORLD:
-    CASES["compiled, over tp"] = Case(tp=2, dense=DenseOptions(compile=True))
 
 
 def without_attention(case: Case) -> Case:
