@@ -1,12 +1,17 @@
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from moecore import DenseOptions
 from moecore.cli import main
+from moecore.parallelize import parallelize_moe
 from moecore.planning import CostTable, plan_memory, plan_time
+from moecore.planning import run as run_module
 from moecore.planning.gpus import GPUS
 from moecore.planning.search import Layout, SearchRequest, find_refusal
+from moecore.train.graphs.graphed_part import GraphedPart
 from tests.helpers.grids import beside
 from tests.planning.recipes import RECIPES, make_run
 
@@ -76,6 +81,26 @@ def test_the_guidelines_are_those_of_the_recipes() -> None:
         rows = dict(seq_len=recipe.seq_len, global_batch=recipe.rows)
         request = SearchRequest(model=run.model, **gpus, **rows)
         assert find_refusal(request, Layout(pp, tp, cp, ep, 1, min(recipe.chunks, 4))) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3-235b-gb200-256", "qwen3-235b-h100-256", "qwen3-235b-gb300-128-128k"]
+)
+def test_a_rank_is_built_with_the_graphs_of_its_recipe(name: str, monkeypatch) -> None:
+    """Over tp 2 with pairs, and over tp 4 and cp 4: attn, moe_router, moe_preprocess (B.2)."""
+    dense = DenseOptions(graph=True, graph_scopes=("attention", "router", "dispatch"))
+    graphed = partial(parallelize_moe, dense=dense)
+    monkeypatch.setattr(run_module, "parallelize_moe", graphed)
+    run, (tp, pp, cp, _) = make_run(RECIPES[name]), RECIPES[name].degrees
+    with run_module.enter_run_world(run):
+        model = run_module.build_model(run, "cpu")
+        layers = [layer for layer in model.layers if hasattr(layer, "mlp")]
+        assert 0 < len(layers) < 94 / pp + 2
+        for layer in layers:
+            parts = layer.attend, layer.mlp.router.forward, layer.mlp.dispatcher.prepare_send_order
+            assert all(isinstance(part, GraphedPart) for part in parts)
+            sizes = [1 if part._group is None else part._group.size() for part in parts]
+            assert sizes == [tp * cp, 1, 1]
 
 
 @pytest.mark.nightly  # a search of the largest model

@@ -231,9 +231,9 @@ def raise_problem_on_world(problem: str | None, device_type: str) -> None:
         raise ValueError(problem or first)
 
 
-def gather_first_problem(problem: str) -> str:
+def gather_first_problem(problem: str, group: Group = None) -> str:
     """Return the `problem` of the first rank that has one, otherwise "". Collective."""
-    of_ranks = gather_objects(problem)
+    of_ranks = gather_objects(problem, group)
     if len(of_ranks) == 1:
         return problem
     return next((f"rank {r}: {text}" for r, text in enumerate(of_ranks) if text), "")

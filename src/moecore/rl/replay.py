@@ -133,12 +133,14 @@ class RouterReplay:
         weights: Mapping[str, Sequence[Tensor]] | None = None,
         unrecorded: Unrecorded = "drop",
         strict: bool = True,
+        check: bool = True,
     ) -> Iterator[None]:
         """Replay recorded expert ids in the context: forward i uses entry i of each layer's list.
 
         Backwards may run in the context or afterwards, in any order. A forward that activation
         checkpointing recomputes uses the ids of its first run. Ids are checked and copied to the
-        device on entry. Forwards have no additional host sync.
+        device on entry. Forwards have no additional host sync. A `GraphedForwardBackward` can
+        contain the context with `check=False`, if the ids are among its inputs.
 
         Args:
             choices: layer name -> integer [T, K] per forward, of this rank's tokens.
@@ -148,6 +150,7 @@ class RouterReplay:
             unrecorded: the routing of a token whose ids are all -1. "drop": no routed expert.
                 "route": the router selects experts.
             strict: whether an entry that no forward used is an error at the end.
+            check: whether ids and weights are checked on entry, which has host syncs on a GPU.
 
         Raises:
             ValueError: on entry, for ids that are invalid for a layer, or on all data-parallel
@@ -156,15 +159,16 @@ class RouterReplay:
             RuntimeError: if entries are unused at the end, unless another exception is raised; in
                 the context, if a forward follows a failed forward.
             NotImplementedError: for "route" with expert-choice routing; in the context, if a CUDA
-                graph captures a forward; in backward, if a recompute matches no forward and no
-                entry is selected.
+                graph captures a forward and not the entry; in backward, if a recompute matches no
+                forward and no entry is selected.
         """
         arguments = locals()
         group = next(iter(self.layers.values())).tracker.groups.global_batch
-        with nullcontext() if group is None else share_errors(group):
+        with nullcontext() if group is None or not check else share_errors(group):
             check_arguments(RouterReplay.replay, arguments)
-            check_choices(choices, self.layers)
-            if weights is not None:
+            if check:
+                check_choices(choices, self.layers)
+            if check and weights is not None:
                 check_weights(weights, choices)
             for name, layer in self.layers.items():
                 if unrecorded == "route" and layer.config.assignment == "expert_choice":

@@ -54,7 +54,7 @@ class ChoiceRecorder:
     def observe_choice(self, ids_TK: Tensor) -> None:
         """Append the router's ids, unless activation checkpointing recomputes the forward."""
         if not is_inside_backward():
-            _check_not_capturing(ids_TK.device)
+            _check_not_capturing()
             # A copy: torch.compile may reuse the memory of its outputs.
             ids_TK = ids_TK.detach().to(torch.int32)
             self.records.append(ids_TK.clone(memory_format=torch.contiguous_format))
@@ -88,6 +88,7 @@ class TapeReplay:
         self.model, self.routers, self.fills_missing = model, routers, fills_missing
         self.records, self.weights = records, weights
         self.selected: int | None = None
+        self.is_captured = _is_capturing()  # the graph then reads the entries when it replays
         self._tapes = {router: _ReplayTape(self, name) for name, router in routers.items()}
         self._calls: dict[str, list[tuple[_TapeForward | None, int]]] = {n: [] for n in records}
         self._replayed_entries: dict[str, set[int]] = {n: set() for n in records}
@@ -224,7 +225,8 @@ class _ReplayTape:
         None = the replay has ended, and the router chooses. `choose` returns the router's ids, for
         tokens whose recorded ids are all -1.
         """
-        _check_not_capturing(device)
+        if not self.replay.is_captured:
+            _check_not_capturing()
         index = self.replay.take_entry_idx(self.name)
         if index is None:
             return None
@@ -292,9 +294,15 @@ def check_no_active_tapes(routers: Mapping[str, Router]) -> None:
             )
 
 
-def _check_not_capturing(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+def _check_not_capturing() -> None:
+    if _is_capturing():
         raise NotImplementedError(
-            "record() and replay() must run without CUDA graph capture: a graph would repeat the "
-            "choices of its capture; run the forward eagerly"
+            "record() and replay() must not begin before a CUDA graph capture, because the graph "
+            "would repeat the choices of its capture: enter replay(check=False) in the captured "
+            "function, or run the forward eagerly"
         )
+
+
+def _is_capturing() -> bool:
+    """Whether a CUDA graph captures the current stream of this thread."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

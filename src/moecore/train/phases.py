@@ -55,5 +55,6 @@ def apply_cuda_graphs(model: nn.Module, state: ParallelState) -> None:
     blocks = state.list_blocks(model)
     chunks = group_blocks_by_stage(model, blocks, state)
     names = dict(zip(blocks, state.plan.blocks, strict=True))
+    group = state.request.meshes.micro_batch_group
     for chunk in [blocks] if chunks is None else chunks.values():
-        graph_blocks({names[block]: block for block in chunk}, scopes)
+        graph_blocks({names[block]: block for block in chunk}, scopes, group)

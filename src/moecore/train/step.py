@@ -36,6 +36,7 @@ from moecore.parallel.pipeline.orders import PAIRING
 from moecore.parallel.pipeline.run import forward_pipeline, run_pipeline
 from moecore.parallel.pipeline.stages import get_loss
 from moecore.precision.amax import advance_amax, has_amax_history
+from moecore.train.graphs.regions import drop_graphs
 from moecore.train.loss_scale import DynamicLossScale, LossScale
 from moecore.train.rerun import Reruns, drop_step
 from moecore.train.spikes import SpikeLimit, SpikeOptions
@@ -483,11 +484,12 @@ class TrainStep:
             arguments.raise_pending_errors()
 
     def close(self) -> None:
-        """Free buffers that other ranks access ("nvlink", "nccl_ep", `FSDPOptions.nccl_ub`).
+        """Free graphs of parts, and buffers that ranks access ("nvlink", `FSDPOptions.nccl_ub`).
 
         Collective. Later forwards allocate new buffers. After an ExchangeError, buffers are freed
         and the error is raised; training can continue.
         """
+        drop_graphs(self.model)
         for exchanges in self._exchanges:
             exchanges.close()
 

@@ -152,7 +152,7 @@ def train_graphed(x: Tensor) -> dict[str, Any]:
     found["two in a step"] = error_of(owner.finish)
     owner.drop()
     model[1].get_part("router").tape = object()
-    with pytest.raises(NotImplementedError, match="must not be recorded or replayed in a CUDA"):
+    with pytest.raises(NotImplementedError, match="must not be recorded or replayed around a CUDA"):
         run(x)
     model[1].get_part("router").tape = None
     exchanges.all_exchanges = (buffers, object())  # one of an evaluation

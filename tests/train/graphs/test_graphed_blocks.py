@@ -4,9 +4,11 @@ Fakes replay here; test_graphed_blocks_gpu.py does the same with real graphs.
 """
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,7 +29,9 @@ from moecore import (
 )
 from moecore.base.options.precision import Recipe
 from moecore.models import Decoder, preset
+from moecore.parallel.model import request as requests
 from moecore.parallel.model.parallel_state import get_moe_state
+from moecore.parallel.model.request import Request
 from moecore.train.graphs.graphed_part import WARM_UP, GraphedPart
 from tests.helpers.grids import beside
 from tests.helpers.parts import on_parts
@@ -84,11 +88,19 @@ CASES = {
     "micro-batches in flight": Case(in_flight=True, pairs=MICRO_BATCHES),
     "stages": Case(parts=3, pp=2, schedule=PipelineConfig(schedule="1f1b"), pairs=2),
     "pairs": Case(schedule=PipelineConfig(schedule="overlapped"), pairs=2),
-    "tp": Case(parts=LAYERS - 1, tp=2),  # what is sent
-    "cp": Case(parts=2 * (LAYERS - 1), cp=2),  # and routers
-    "cp, shared experts, latent attention": Case(**SHARED | dict(parts=3 * LAYERS), cp=2),
+    "tp": Case(tp=2),
+    "tp, shared experts, latent attention, a token ahead": Case(**SHARED, tp=2),
+    "tp, pairs": Case(tp=2, schedule=PipelineConfig(schedule="overlapped"), pairs=2),
+    "tp, micro-batches in flight": Case(tp=2, in_flight=True, pairs=MICRO_BATCHES),
+    "cp by a ring": Case(cp=2, options=dict(context=ContextOptions(way="p2p"))),
+    "cp by all-to-alls": Case(cp=2, options=dict(context=ContextOptions(way="a2a"))),
+    "cp by all-gathers": Case(cp=2, options=dict(context=ContextOptions(way="allgather"))),
+    "cp, shared experts, latent attention": Case(**SHARED, cp=2),
     "attention offloaded, over cp": Case(
-        parts=2 * (LAYERS - 1), cp=2, options=dict(memory=MemoryOptions(offload=("attention",)))
+        parts=2 * (LAYERS - 1),
+        cp=2,
+        scopes=("router", "dispatch"),
+        options=dict(memory=MemoryOptions(offload=("attention",))),
     ),
     "scopes": Case(
         parts=2 * (LAYERS - 1),
@@ -212,8 +224,6 @@ def test_replays_train_as_eager_calls_do(name: str, results: dict[str, Any]) -> 
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "tp": (dict(tp=2, scopes=("attention",)), r"ParallelConfig.tp \(2\) = 1"),
-    "cp": (dict(cp=2, scopes=("attention", "router")), r"ParallelConfig.cp \(2\) = 1"),
     "offload": (
         dict(memory=MemoryOptions(offload=("experts", "attention"))),
         r"MemoryOptions.offload \('attention'\)",
@@ -221,6 +231,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "offload of a scope": (
         dict(scopes=("shared_experts",), memory=MemoryOptions(offload=("shared_experts",))),
         r"graph \(True\) must go with MemoryOptions.offload \('shared_experts'\)",
+    ),
+    "collectives": (
+        dict(tp=2, scopes=("attention",)),
+        r"graph \(True\) must go with NCCL, or leave 'attention' out of graph_scopes",
     ),
     "history": (
         dict(precision=Recipe(scaling="tensorwise", amax_history=4)),
@@ -243,11 +257,42 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
         config = replace(preset("tiny"), **more.pop("config", {}))
         meshes = build_meshes(ParallelConfig(**degrees), "cpu")
         dense = DenseOptions(graph=True, graph_scopes=more.pop("scopes", ()))
+        problem = "NCCL" if name == "collectives" else None
         try:
-            parallelize_moe(Decoder(config, device="meta"), meshes, dense=dense, **more)
+            with patch.object(Request, "find_capture_problem", lambda self: problem):  # noqa: B023
+                parallelize_moe(Decoder(config, device="meta"), meshes, dense=dense, **more)
         except ValueError as error:
             said[name] = str(error)
     return said
+
+
+SEGMENTS = "PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True"
+OVER_RANKS: dict[str, tuple[str, str, list[tuple[str, str]], str]] = {
+    "one rank": ("cuda", "", [SEGMENTS], ""),
+    "CPUs": ("cpu", "gloo", [], ""),
+    "NCCL": ("cuda", "nccl", [], ""),
+    "gloo": ("cuda", "gloo", [], "collectives of gloo"),
+    "segments": ("cuda", "nccl", [SEGMENTS], "NCCL_GRAPH_REGISTER=0"),
+    "not registered": ("cuda", "nccl", [SEGMENTS, ("NCCL_GRAPH_REGISTER", "0")], ""),
+}
+
+
+@pytest.mark.parametrize("setting", OVER_RANKS)
+def test_attention_over_ranks_is_captured_with_nccl(setting: str, monkeypatch) -> None:
+    device_type, backend, variables, problem = OVER_RANKS[setting]
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_GRAPH_REGISTER"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in variables:
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(requests, "is_gloo", lambda group, device_type: group == "gloo")
+    meshes = SimpleNamespace(micro_batch_group=backend or None, device_type=device_type)
+    dense = DenseOptions(graph=True)
+    options = {field.name: None for field in fields(Request)}
+    request = Request(**options | dict(meshes=meshes, dense=dense))
+    assert problem in (request.find_capture_problem() or "")
+    assert ("attention" in request.graph_scopes) == (not problem)
+    router = replace(request, dense=replace(dense, graph_scopes=("router",)))
+    assert router.graph_scopes == ("router",)
 
 
 def test_scopes_need_graphs() -> None:

@@ -224,7 +224,8 @@ class LocalTokens:
     The class is plain because FSDP's mixed precision casts tensors in tuples and dataclasses.
     `shape` is (B, T) of the full rows. `cu_seqlens` describes documents packed into the rows, with
     lengths that are multiples of 2 * cp; None = each row is one document. `layout` assigns tokens
-    to all cp ranks, and `a2a_layout` to the ranks of the all-to-all.
+    to all cp ranks, and `a2a_layout` to the ranks of the all-to-all. `LocalTokens(*arguments)` is a
+    copy without cached indices.
     """
 
     def __init__(
@@ -239,7 +240,7 @@ class LocalTokens:
             raise ValueError(
                 f"sequence length ({T}) must be a multiple of 2 * cp ({2 * cp.size}): pad the rows"
             )
-        self.cp = cp
+        self.cp, self.arguments = cp, (cp, shape, cu_seqlens, max_seqlen)
         self._shape, self._cu_seqlens = shape, cu_seqlens
         self._local_chunks: LocalChunks | None = None
         self.layout = ChunkLayout(cp.size, B * T, cu_seqlens, max_seqlen)

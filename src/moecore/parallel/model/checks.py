@@ -251,16 +251,15 @@ GRAPHED_IN: dict[str, str] = {
 
 
 def _check_graphs(model: nn.Module, request: Request) -> None:
-    p, precision, conflict = request.meshes.parallel, request.precision, None
+    precision, conflict, scopes = request.precision, None, request.graph_scopes
     repeated = [name for name, m in model.named_modules() if getattr(m, "runs", 1) != 1]
-    degree, scopes = "tp" if p.tp > 1 else "cp", request.graph_scopes
+    problem = request.find_capture_problem()
     parts = [part for part in request.memory.offload if GRAPHED_IN.get(part) in scopes]
     if repeated:  # the memory of graphs is that of one run of each block
         conflict = f"modules that run once in a forward, and {repeated[0]} runs several times "
         conflict += "(DecoderConfig.mtp_repeats): leave it out"
-    elif p.tp * p.cp > 1 and "attention" in scopes:
-        conflict = f"ParallelConfig.{degree} ({getattr(p, degree)}) = 1, because attention of "
-        conflict += "several ranks communicates: leave 'attention' out of graph_scopes"
+    elif problem is not None and "attention" in scopes:
+        conflict = f"{problem}, or leave 'attention' out of graph_scopes"
     elif request.is_dynamic:
         conflict = "ContextOptions.dynamic (True) = False, because a graph has one cp: leave one "
         conflict += "of them out"

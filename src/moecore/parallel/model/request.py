@@ -6,6 +6,7 @@ removed the pipeline stages of other ranks, the ranks of one stage compare their
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -26,6 +27,7 @@ from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.precision import Precision, Recipe, Role
 from moecore.base.params import clean_name
 from moecore.base.rank_checks import check_equal, check_equal_weights, list_field_entries
+from moecore.base.torch_private import is_gloo
 from moecore.kernels.experts.contract import ExpertSpec
 from moecore.kernels.experts.fp8_products import find_fp8_speed_problem
 from moecore.moe.backends import ExpertBackend
@@ -91,8 +93,25 @@ class Request:
     @property
     def graph_scopes(self) -> tuple[GraphScope, ...]:
         """The parts of blocks that run as CUDA graphs: `DenseOptions.graph_scopes`."""
-        dense, p = self.dense, self.meshes.parallel
-        return dense.graph_scopes or (GRAPH_SCOPES[p.tp * p.cp > 1 :] if dense.graph else ())
+        excludes_attention = self.find_capture_problem() is not None
+        default = GRAPH_SCOPES[excludes_attention:] if self.dense.graph else ()
+        return self.dense.graph_scopes or default
+
+    def find_capture_problem(self) -> str | None:
+        """Return why CUDA graphs cannot contain the collectives of attention, or None."""
+        group, device_type = self.meshes.micro_batch_group, self.meshes.device_type
+        if group is None or device_type == "cpu":
+            return None
+        if is_gloo(group, device_type):
+            return "NCCL for tp and cp, because graphs cannot contain collectives of gloo"
+        names = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+        is_expandable = any("expandable_segments:True" in os.getenv(name, "") for name in names)
+        if is_expandable and os.getenv("NCCL_GRAPH_REGISTER") != "0":  # pytorch issue 158029
+            return (
+                "NCCL_GRAPH_REGISTER=0, because NCCL cannot register memory of "
+                "expandable_segments:True for graphs over tp or cp: set it"
+            )
+        return None
 
     def context_options(self, model: Any) -> dict[int, ContextOptions]:
         """Return {cp: options with a chosen communication method} for each cp > 1 of a forward."""
@@ -133,8 +152,9 @@ class Request:
             entries |= list_field_entries(record)
         # Other dispatchers allow hosts with different numbers of ranks.
         is_read = self.dispatch.name in ("hierarchical", "nccl_ep")
-        domain = {"ranks_per_domain": self.meshes.ranks_per_domain if is_read else None}
-        return entries | list_field_entries(self.fsdp) | list_field_entries(self.memory) | domain
+        entries["ranks_per_domain"] = self.meshes.ranks_per_domain if is_read else None
+        entries["scopes of CUDA graphs"] = self.graph_scopes  # variables of the environment differ
+        return entries | list_field_entries(self.fsdp) | list_field_entries(self.memory)
 
 
 def compare_models(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:

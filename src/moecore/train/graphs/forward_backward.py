@@ -128,7 +128,7 @@ class GraphedForwardBackward:
                 mode, hook, config or tensor address has changed since the capture, or
                 `forward_backward` waits for the GPU. This wait is found in the last warm-up call,
                 whose gradients are valid.
-            NotImplementedError: when router choices are recorded or replayed.
+            NotImplementedError: when router choices are recorded or replayed around the call.
             RuntimeError: when the capture fails. End the process then, because FSDP modules are
                 still in the state of a running step.
             ExchangeError: as in `TrainStep.finish`.
@@ -307,8 +307,9 @@ def _check_no_tapes_or_gradients(model: nn.Module, moe_state: MoEState) -> None:
         router = layer.get_part("router")
         if router is not None and router.tape is not None:
             raise NotImplementedError(
-                f"choices of {name} must not be recorded or replayed in a CUDA graph, which would "
-                "repeat those of its capture: call forward_backward itself"
+                f"choices of {name} must not be recorded or replayed around a CUDA graph, which "
+                "would repeat those of its capture: enter replay(check=False) in forward_backward, "
+                "with the ids among its inputs"
             )
     for name, param in model.named_parameters():
         if param.grad is not None:  # a graph writes gradients; it does not accumulate

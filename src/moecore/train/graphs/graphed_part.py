@@ -4,6 +4,11 @@ calls 1 .. WARM_UP      run eagerly
 call WARM_UP + 1        captures both graphs, which computes nothing; then runs as later calls do
 later calls             inputs copied in, forward replayed; gradients copied in, backward
                         replayed, gradients of inputs and parameters copied out
+
+A part may communicate with the ranks of a process group. NCCL requires that these ranks capture a
+collective together and replay it together. In call 4 the ranks therefore compare whether all of
+them can capture, otherwise again in calls 8, 16, 32 and so on. After the capture, ranks that run
+the same micro-batches decide equally without communication.
 """
 
 from __future__ import annotations
@@ -12,26 +17,29 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
-from moecore.attention.sequence import RotaryTable
+from moecore.base.params import get_local_param
+from moecore.base.rank_checks import gather_first_problem
 from moecore.base.saved_tensors import Handle, TensorHandle, is_packing, use_packer
 from moecore.base.torch_private import (
     foreach_copy_,
     get_autocast_dtype,
+    get_local_tensor,
     get_saved_tensor_hooks,
     is_inside_backward,
     is_plain_eager,
     list_module_hooks,
 )
 from moecore.kernels.experts.contract import SINK
+from moecore.train.graphs.nested import flatten_tensors, unflatten_tensors
 
 WARM_UP = 3  # calls, after which kernels are compiled and caches are filled
 T = TypeVar("T")
@@ -140,6 +148,7 @@ class GraphedPart:
 
     The method reads parameters of `modules`, of which only the first may have hooks. `memory` is
     shared with other parts. If `may_use_graph()` is False, a call runs eagerly; None = always True.
+    `group` has the ranks with which the method communicates; None = it does not communicate.
     """
 
     def __init__(
@@ -149,11 +158,14 @@ class GraphedPart:
         modules: Sequence[nn.Module],
         memory: GraphMemory,
         may_use_graph: Callable[[], bool] | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._init_args = (name, method, modules, memory, may_use_graph)
-        self._name, self._function, self._modules, self._memory, self._may_run = self._init_args
-        self._call: _CallSignature | None = None  # the call of the warm-up, then of the graphs
-        self._num_warm_up_calls = 0
+        self._init_args = (name, method, modules, memory, may_use_graph, group)
+        self._name, self._function, self._modules, self._memory = self._init_args[:4]
+        self._may_run, self._group = may_use_graph, group
+        self._call: _CallSignature | None = None  # the last call of the warm-up, then of the graphs
+        self._num_calls = 0  # of the warm-up, equal on all ranks
+        self._num_equal_calls = 0  # calls directly before the last call that equal it
         self._pairs: dict[_GraphSlot, _GraphPair] = {}
 
     def __reduce__(self) -> Any:
@@ -161,7 +173,7 @@ class GraphedPart:
 
     def drop_graphs(self) -> None:
         """Free the graphs and the shared memory; the part then warms up and is captured again."""
-        self._num_warm_up_calls, self._call, self._pairs = 0, None, {}
+        self._num_calls, self._call, self._pairs = 0, None, {}
         self._memory.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -177,21 +189,33 @@ class GraphedPart:
             return self._function(*args, **kwargs)
         kinds = tuple((x.shape, x.dtype, x.requires_grad) for x in tensors)
         call = _CallSignature(spec, kinds, get_autocast_dtype(tensors[0]), facts)
-        if self._num_warm_up_calls < WARM_UP or self._call is None:
-            self._num_warm_up_calls = self._num_warm_up_calls + 1 if call == self._call else 1
-            self._call = call
-            return self._function(*args, **kwargs)
-        if call != self._call:
-            # A graph reads parameters at their addresses, which units keep. If an address changes,
-            # the part warms up and is captured anew.
-            if call.facts != self._call.facts:
-                self._num_warm_up_calls, self._pairs = 0, {}
+        # A graph reads parameters at their addresses, which units keep. If an address changes, the
+        # part warms up and is captured anew.
+        if self._pairs and self._call is not None and call.facts != self._call.facts:
+            self._num_calls, self._pairs = 0, {}
+        is_ready = call == self._call if self._pairs else self._is_warm(call, tensors[0].device)
+        if not is_ready:
             return self._function(*args, **kwargs)
         slot = self._memory.choose_slot(self._pairs)
         pair = self._pairs.get(slot)
         if pair is None:
             pair = self._pairs[slot] = self._capture_call(spec, tensors, slot)
-        return pair.replay(tensors, [p for _, _, p in _list_trained_params(self._modules)])
+        params = [param for _, _, param in _list_trained_params(self._modules)]
+        return pair.replay(tensors, [get_local_param(p, needs_values=False) for p in params])
+
+    def _is_warm(self, call: _CallSignature, device: torch.device) -> bool:
+        """Whether `WARM_UP` equal calls precede this call on all ranks. Collective, host sync."""
+        self._num_equal_calls = self._num_equal_calls + 1 if call == self._call else 0
+        self._num_calls, self._call = self._num_calls + 1, call
+        is_warm = self._num_equal_calls >= WARM_UP
+        if self._group is None:
+            return is_warm
+        # Few calls compare, because a part whose shapes differ in every call is never captured.
+        if self._num_calls <= WARM_UP or self._num_calls & (self._num_calls - 1):
+            return False
+        flag = torch.tensor(is_warm, dtype=torch.int32, device=device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(flag.item())
 
     def _may_use_graph(self, tensors: list[Tensor]) -> bool:
         if not tensors or not _can_use_graph(tensors[0]) or is_inside_backward():
@@ -207,11 +231,8 @@ class GraphedPart:
             if i and list_module_hooks(module):
                 return None
             facts += (module.training, vars(module).get("config"))
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if isinstance(tensor, DTensor):
-                    return None
-                if tensor is not None:
-                    facts += (tensor.data_ptr(), tensor.requires_grad)
+            for tensor in _list_tensors(module):
+                facts += (get_local_tensor(tensor).data_ptr(), tensor.requires_grad)
         return facts
 
     def _capture_call(self, spec: Any, examples: list[Tensor], slot: _GraphSlot) -> _GraphPair:
@@ -220,17 +241,28 @@ class GraphedPart:
         inputs = [x.requires_grad_(y.requires_grad) for x, y in zip(empty, examples, strict=True)]
         args, kwargs = unflatten_tensors(spec, inputs)
         function = partial(self._function, *args, **kwargs)
+        pair, error = None, None
         try:
             with _alias_params(self._modules) as parameters:
                 sources = [x for x in inputs if x.requires_grad] + parameters
-                return _capture_pair(function, inputs, sources, self._memory, slot)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
+                pair = _capture_pair(function, inputs, sources, self._memory, slot)
+        except Exception as caught:
+            error = caught
+        reason = "" if error is None else str(error) or type(error).__name__
+        if self._group is not None:
+            reason = gather_first_problem(reason, self._group)
+        if isinstance(error, torch.OutOfMemoryError):
+            raise error
+        if pair is None or reason:
             raise RuntimeError(
-                f"{self._name} could not be captured in a CUDA graph ({error}): it must launch the "
-                "same work in every call and wait for none of it; set DenseOptions.graph=False"
+                f"{self._name} could not be captured in a CUDA graph ({reason}): it must launch "
+                "the same work in every call and wait for none of it; set DenseOptions.graph=False"
             ) from error
+        # Another tensor cannot get an address of `facts`. A changed tensor therefore has another
+        # address on every rank, and all ranks of the group warm up again at the same call.
+        tensors = [get_local_tensor(x).detach() for m in self._modules for x in _list_tensors(m)]
+        pair.memory_owners = (pair.memory_owners, tensors)
+        return pair
 
 
 @dataclass(eq=False, slots=True)
@@ -354,7 +386,8 @@ def _compute_gradients(
 ) -> tuple[Tensor | None, ...]:
     # Autograd's thread of the device may run a pair's backward, so this one runs in its own thread.
     with torch.autograd.set_multithreading_enabled(False):
-        return torch.autograd.grad(outputs, leaves, output_grads, allow_unused=True)
+        grads = torch.autograd.grad(outputs, leaves, output_grads, allow_unused=True)
+    return tuple(None if grad is None else get_local_tensor(grad) for grad in grads)
 
 
 def _capture_graph(
@@ -396,6 +429,11 @@ def _alias_params(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
             module._parameters[name] = param
 
 
+def _list_tensors(module: nn.Module) -> list[Tensor]:
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return [tensor for tensor in tensors if tensor is not None]
+
+
 def _list_trained_params(
     modules: Sequence[nn.Module],
 ) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
@@ -414,60 +452,3 @@ def _copy_tensors(tensors: list[Tensor]) -> list[Tensor]:
     if copies:
         foreach_copy_(copies, tensors)
     return copies
-
-
-class _TensorSlot(NamedTuple):
-    """A placeholder for a tensor in nested values: the tensor's index in a list."""
-
-    number: int
-
-
-class _FlatRecord(NamedTuple):
-    """A dataclass or named tuple with tensor placeholders."""
-
-    cls: type
-    names: tuple[str, ...]
-    values: tuple[Any, ...]
-
-
-def flatten_tensors(nested: Any, tensors: list[Tensor]) -> Any:
-    """Replace tensors in nested values by placeholders, and append the tensors to `tensors`."""
-    if isinstance(nested, Tensor):
-        tensors.append(nested)
-        return _TensorSlot(len(tensors) - 1)
-    cls = type(nested)
-    if cls in (tuple, list):
-        return cls(flatten_tensors(item, tensors) for item in nested)
-    if cls is dict:
-        return {key: flatten_tensors(item, tensors) for key, item in nested.items()}
-    if is_dataclass(cls):
-        names = tuple(f.name for f in fields(cls))
-    elif cls is RotaryTable:
-        names = tuple(vars(nested))
-    elif isinstance(nested, tuple) and any(isinstance(item, Tensor) for item in nested):
-        return _FlatRecord(cls, (), tuple(flatten_tensors(item, tensors) for item in nested))
-    else:
-        return nested
-    return _FlatRecord(
-        cls, names, tuple(flatten_tensors(getattr(nested, name), tensors) for name in names)
-    )
-
-
-def unflatten_tensors(spec: Any, tensors: list[Tensor]) -> Any:
-    """Return a result of `flatten_tensors` with `tensors` in place of its placeholders."""
-    cls = type(spec)
-    if cls is _TensorSlot:
-        return tensors[spec.number]
-    if cls in (tuple, list):
-        return cls(unflatten_tensors(item, tensors) for item in spec)
-    if cls is dict:
-        return {key: unflatten_tensors(item, tensors) for key, item in spec.items()}
-    if cls is not _FlatRecord:
-        return spec
-    values = [unflatten_tensors(item, tensors) for item in spec.values]
-    if issubclass(spec.cls, tuple):
-        return spec.cls(*values)
-    instance = object.__new__(spec.cls)
-    for name, item in zip(spec.names, values, strict=True):
-        object.__setattr__(instance, name, item)
-    return instance

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from moecore.base.fields import check_arguments
@@ -68,12 +69,15 @@ def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
 
 
 def graph_blocks(
-    blocks: Mapping[str, nn.Module], scopes: Sequence[GraphScope] = GRAPH_SCOPES
+    blocks: Mapping[str, nn.Module],
+    scopes: Sequence[GraphScope] = GRAPH_SCOPES,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Replace parts of blocks by CUDA graphs, in place; graphs run from the 4th call on.
 
     `blocks` maps a name, for errors, to a block; the blocks run sequentially. `scopes` selects
     "attention", "router", "shared_experts" and "dispatch" (the preparation of the exchange).
+    `group` has the tp and cp ranks with which attention communicates; None = it does not.
     """
     memory = GraphMemory()
     for name, block in blocks.items():
@@ -83,7 +87,8 @@ def graph_blocks(
             for method in regions:
                 inside = _list_inner_modules(module)
                 may_run = partial(_can_replay, inside)
-                _replace_by_graph(f"{full_name}.{method}", module, method, inside, memory, may_run)
+                part_name = f"{full_name}.{method}"
+                _replace_by_graph(part_name, module, method, inside, memory, may_run, group)
             if isinstance(module, RoutedLayer):
                 _graph_layer(full_name, module, memory, scopes)
 
@@ -123,10 +128,12 @@ def _replace_by_graph(
     modules: Sequence[nn.Module],
     memory: GraphMemory,
     may_use_graph: Callable[[], bool] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Replace a method of `owner` by a `GraphedPart`, in place; `part_name` is for errors."""
     method = getattr(owner, method_name)
-    setattr(owner, method_name, GraphedPart(part_name, method, modules, memory, may_use_graph))
+    part = GraphedPart(part_name, method, modules, memory, may_use_graph, group)
+    setattr(owner, method_name, part)
 
 
 def _can_graph_router(router: Router) -> bool:
