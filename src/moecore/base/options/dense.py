@@ -22,7 +22,7 @@ class DenseOptions(CheckedRecord):
             synchronise with the host between these parts.
         graph_scopes: the captured parts: "attention" (with its norm; also dense blocks), "router",
             "shared_experts" and "dispatch" (its preparation). () = all of them, but not "attention"
-            over tp or cp if a graph cannot contain its collectives, such as those of gloo.
+            over tp or cp, whose collectives a graph contains only if it is named.
         overlap_shared: on GPUs, run shared experts on a second CUDA stream.
     """
 

@@ -93,9 +93,8 @@ class Request:
     @property
     def graph_scopes(self) -> tuple[GraphScope, ...]:
         """The parts of blocks that run as CUDA graphs: `DenseOptions.graph_scopes`."""
-        excludes_attention = self.find_capture_problem() is not None
-        default = GRAPH_SCOPES[excludes_attention:] if self.dense.graph else ()
-        return self.dense.graph_scopes or default
+        dense, p = self.dense, self.meshes.parallel
+        return dense.graph_scopes or (GRAPH_SCOPES[p.tp * p.cp > 1 :] if dense.graph else ())
 
     def find_capture_problem(self) -> str | None:
         """Return why CUDA graphs cannot contain the collectives of attention, or None."""
@@ -153,7 +152,7 @@ class Request:
         # Other dispatchers allow hosts with different numbers of ranks.
         is_read = self.dispatch.name in ("hierarchical", "nccl_ep")
         entries["ranks_per_domain"] = self.meshes.ranks_per_domain if is_read else None
-        entries["scopes of CUDA graphs"] = self.graph_scopes  # variables of the environment differ
+        entries["graphs over tp and cp"] = self.find_capture_problem()  # of the environment
         return entries | list_field_entries(self.fsdp) | list_field_entries(self.memory)
 
 
