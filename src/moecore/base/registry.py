@@ -1,7 +1,5 @@
 """`Registry`: the named values of an option, to which users can add."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Generic, TypeVar
 

@@ -4,8 +4,6 @@ CPU builds of torch have no Triton. Then `triton`, `tl` and Gluon's names are st
 files be imported, and only the references can run.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -22,8 +22,6 @@ sends them.
 Sequences are exchanged one after the other, so their slices need no copy to be contiguous.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple

@@ -17,8 +17,6 @@ amax. The device makes this decision until the host knows that all operands have
 (`has_all_amax`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Forced choices of experts, independent of the scores: for benchmarks and debugging."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -19,8 +19,6 @@ Only the comparison of the first forward synchronises host and device. Checksums
 difference is therefore skipped on every rank before any host has read the result.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass

@@ -1,7 +1,5 @@
 """Amax histories of a model with delayed scaling: its linears and its experts together."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 from torch import Tensor, nn
 

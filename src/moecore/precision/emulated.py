@@ -14,8 +14,6 @@ Other GPUs multiply rounded operands in bf16, and a CPU in fp32.
 Letters: T tokens, K input features, N output features; formats are `kernels/rows/microscaling.py`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

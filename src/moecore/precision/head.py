@@ -11,8 +11,6 @@ kernels with one expert (`kernels/grouped/fp8.py`).
 Letters: C tokens of a chunk, D model dim, V vocabulary of this rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

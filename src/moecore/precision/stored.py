@@ -5,8 +5,6 @@ blocks, as they read the blocks of a parameter that FSDP all-gathered in FP8. 4-
 dequantised to the compute dtype in each forward and backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 

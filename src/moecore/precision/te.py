@@ -11,8 +11,6 @@ amax of a weight is the maximum over the ranks that shard it. `AmaxHistory` has 
 Letters: T tokens, K input features, N output features.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@ faster. A gather moves R * D elements whatever F is; the product that it speeds 
 Letters: as in `contract.py`.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

@@ -17,8 +17,6 @@ persistent as in `gemm.py`. Bytes that `block_scaled_gemm` moves at least: (R + 
 + 1 / B) + 2 * R * N; 2 * R * N * K floating-point operations.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -16,8 +16,6 @@ grids are persistent as in `gemm.py`, whose order of tiles `mixed_format_gemm` h
 least: each operand and the output once; 2 * R * N * K floating-point operations.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -18,8 +18,6 @@ padded to a multiple of 16. Bytes moved with b per element: R * D * (b + 1 per o
 b again for the largest magnitudes.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

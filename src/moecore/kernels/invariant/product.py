@@ -8,8 +8,6 @@ and one program sums all of K in order.
 Bytes moved at least: B * (MK + KN + MN) elements; 2 * B * M * N * K floating-point operations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

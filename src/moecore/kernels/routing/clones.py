@@ -17,8 +17,6 @@ One launch of one program, and one launch over the choices; no host sync.
 Source: ECHO, https://arxiv.org/abs/2603.07685, section 4.3.7 (the idea; the rule is simpler).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

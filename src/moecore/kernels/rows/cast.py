@@ -17,8 +17,6 @@ k of the transposed one. Bytes moved with b per element: T * D * (b + 1 per oper
 and T * D * b again if a kernel computes the largest magnitudes.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any, NamedTuple

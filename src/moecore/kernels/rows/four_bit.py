@@ -15,8 +15,6 @@ Source: NF4 arXiv:2305.14314, with the codes and the packing of bitsandbytes; MX
 Microscaling Formats specification v1.0, packed as gpt-oss publishes it; NVFP4 arXiv:2509.25149.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cache

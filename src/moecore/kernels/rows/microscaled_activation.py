@@ -11,8 +11,6 @@ h: 2F of an activation with a gate, otherwise F. Bytes read and written per row,
 of h and v per quantised value: forward C * b + F * v, backward (C + F) * b + (2C + F) * v.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -16,8 +16,6 @@ F, and C to write h in FP8; backward C * b + F * b + C + F. The scales add 1/32 
 the parts of dweights 1/16 of F.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

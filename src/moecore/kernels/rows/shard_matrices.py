@@ -17,8 +17,6 @@ Letters: R rows and C columns of the full weight, all matrices one below the oth
 columns of a shard. NVFP4 reads a shard three times and writes half a byte per element.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

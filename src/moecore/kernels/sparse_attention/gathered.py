@@ -19,8 +19,6 @@ that loads need no mask by key: such a mask would make them 2 bytes wide.
 Legend: C queries, N keys, K selected keys, H heads, l = L + R dims of a latent key.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ adds the gradients of a tile to memory during the products of the next tile. The
 `gathered.py` explains the letters.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -11,8 +11,6 @@ five times and writes only its keys.
 Legend: C queries of a chunk, S keys of a span, N keys, K keys that a query reads, h heads, i dims.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -11,8 +11,6 @@ to a power of two, so the size of a slab is a power of two. All copies run on a 
 (`streams.py`), and a `CopyEvent` marks the end of a copy.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -9,8 +9,6 @@ The engine prefetches the all-gather of a unit, and the copy of its shards start
 The GPU has the shards of a unit from then to the end of the all-gather.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from typing import Any

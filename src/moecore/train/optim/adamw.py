@@ -7,8 +7,6 @@ moment_dtype=torch.float8_e4m3fn                   4 + 4      1 + 1 + 1/64
 bf16 weights, master_remainder=True            2 + 2 + 2      as above
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cache
 from typing import Annotated, Any
