@@ -14,7 +14,7 @@ from moecore.kernels.adamw import (
     adamw_,
     adamw_ref_,
 )
-from moecore.kernels.common import INTERPRET
+from moecore.kernels.triton_api import INTERPRET
 
 SHAPES = [(7,), (0,), (3, 41), (BLOCK * NUM_BLOCKS,), (BLOCK * NUM_BLOCKS + 20, 2), ()]
 OPTIONS = AdamWOptions(lr=3e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)

@@ -41,8 +41,9 @@ Source: the hash is lowbias32 of https://nullprogram.com/blog/2018/07/31/.
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, tl, triton
+from moecore.kernels.common import cdiv
 from moecore.kernels.rows.e4m3 import from_e4m3
+from moecore.kernels.triton_api import tl, triton
 
 MOMENT_BLOCK = 128  # neighbours in memory that share an exponent
 GOLDEN = 0x9E3779B9  # spreads steps and tensors over the hash's seeds

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import INTERPRET
 from moecore.kernels.exchange import clones
 from moecore.kernels.exchange.buffer import ALIGNMENT, ERROR_WORD, NUM_WORDS
 from moecore.kernels.exchange.clones import CloneBuffer, CloneLayout, ClonePiece, ClonePlaces
+from moecore.kernels.triton_api import INTERPRET
 from tests.kernels.exchange.oracles import bring_home_ref, fetch_ref
 
 NAN = float("nan")

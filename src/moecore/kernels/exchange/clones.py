@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import INTERPRET, launch, next_power_of_2, tl, triton
+from moecore.kernels.common import launch, next_power_of_2
 from moecore.kernels.exchange.buffer import ALIGNMENT, AT_ROWS, OPERATION, PeerBuffer
 from moecore.kernels.exchange.protocol import (
     finish_operation,
@@ -41,6 +41,7 @@ from moecore.kernels.exchange.protocol import (
     raise_flags,
     wait_for_flags,
 )
+from moecore.kernels.triton_api import INTERPRET, tl, triton
 
 SET_BYTES = 32 << 20  # bytes of one set of slots
 BLOCK_BYTES = 1 << 15  # bytes that a program moves at once

@@ -18,19 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import (
-    INTERPRET,
-    count_sms,
-    iterate_expert_slices,
-    launch,
-    next_power_of_2,
-    tl,
-    triton,
-)
+from moecore.kernels.common import count_sms, iterate_expert_slices, launch, next_power_of_2
 from moecore.kernels.prepared import make_descriptor
 from moecore.kernels.rows.activation import ActivationOptions, weighted_activation_ref
 from moecore.kernels.rows.activation_kernel import activate
 from moecore.kernels.rows.row_tiles import count_row_tiles, locate_tile
+from moecore.kernels.triton_api import INTERPRET, tl, triton
 
 
 def grouped_gemm_ref(

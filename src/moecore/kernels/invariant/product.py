@@ -15,16 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import (
-    INTERPRET,
-    KERNEL_DTYPES,
-    can_use_kernel,
-    cdiv,
-    launch,
-    next_power_of_2,
-    tl,
-    triton,
-)
+from moecore.kernels.common import KERNEL_DTYPES, can_use_kernel, cdiv, launch, next_power_of_2
+from moecore.kernels.triton_api import INTERPRET, tl, triton
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
 

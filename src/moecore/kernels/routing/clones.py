@@ -22,8 +22,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2, tl, triton
+from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2
 from moecore.kernels.rows.index import build_index
+from moecore.kernels.triton_api import tl, triton
 
 BLOCK = 1024  # choices of one program
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from moecore.base.torch_private import register_dataclass
-from moecore.kernels.common import can_use_kernel, cdiv, launch, tl, triton
+from moecore.kernels.common import can_use_kernel, cdiv, launch
 from moecore.kernels.rows.e4m3 import from_e4m3
 from moecore.kernels.rows.microscaled_rows import widen_microscaled_rows
 from moecore.kernels.rows.packed import gather_packed_rows, unpack_rows, view_packed_rows
+from moecore.kernels.triton_api import tl, triton
 
 PROGRAM = {"BLOCKS": 32, "num_warps": 4}  # scales of one program: 32 elements per thread
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moecore.kernels.common import can_use_kernel, cdiv, launch, tl, triton
+from moecore.kernels.common import can_use_kernel, cdiv, launch
 from moecore.kernels.rows.e4m3 import (
     BLOCK,
     FP8,
@@ -33,6 +33,7 @@ from moecore.kernels.rows.e4m3 import (
     to_e4m3,
 )
 from moecore.kernels.rows.scaling import SCALE_COLUMNS, Blocks, OperandPair, round_up
+from moecore.kernels.triton_api import tl, triton
 
 NUM_WARPS = 8  # 64 elements of fp32 per thread
 TRANSPOSE_WARPS = 4
