@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from typing_extensions import override
 
 from moecore.base.fields import check_arguments
 from moecore.base.options.dense import DenseOptions
@@ -232,7 +231,6 @@ class FourBitProducts(LinearProducts):
     Forward and backward each dequantise the weight. Backward saves no tensor.
     """
 
-    @override
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, training: bool = True
     ) -> Tensor:
