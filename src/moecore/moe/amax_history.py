@@ -66,11 +66,6 @@ class AmaxHistory:
         for operand in () if self.current_amax else self.operands:
             self.current_amax[operand] = torch.zeros(1, device=device, dtype=torch.float32)
 
-    def reset_current_amax(self) -> None:
-        """Set the current step's amax of each operand to 0. No host sync."""
-        for amax in self.current_amax.values():
-            amax.zero_()
-
     def allocate_recorded_amax(self, device: torch.device) -> None:
         """Allocate zeros for the recorded amax of each operand, unless `recorded_amax` exists."""
         for operand in () if self.recorded_amax else self.operands:
