@@ -4,10 +4,8 @@ Letters: S source rows, R rows, D or C columns, B = C / 128 scales of a row. `wi
 bytes per wide element and U <= R rows in use, reads U * C * (1 + 1 / 32) and writes U * C * b.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -42,7 +40,7 @@ class Rows:
     @classmethod
     def from_bytes(
         cls, bytes_SW: Tensor, dim: int, dtype: torch.dtype, grad_handle_SD: Tensor | None = None
-    ) -> Rows:
+    ) -> Self:
         """View bytes from `pack_rows` as FP8 rows, which `widen` dequantises to `dtype`."""
         return cls(*view_packed_rows(bytes_SW, dim), dtype, grad_handle_SD=grad_handle_SD)
 

@@ -14,9 +14,7 @@ Example, a weight [2, 128, 256] of two experts, sharded over four ranks along it
 C = 256, and rank 1 has columns 64 to 127 of all rows, half of the first block of columns.
 """
 
-from __future__ import annotations
-
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -55,7 +53,7 @@ class MatrixShard(NamedTuple):
     part_columns: int  # c
 
     @classmethod
-    def from_slice(cls, shape: torch.Size, dim: int, start: int, size: int) -> MatrixShard:
+    def from_slice(cls, shape: torch.Size, dim: int, start: int, size: int) -> Self:
         """Return the position of slice [start, start + size) of `dim` of a parameter of `shape`."""
         rows, columns = shape[:-1].numel(), shape[-1]
         if dim == len(shape) - 1:
