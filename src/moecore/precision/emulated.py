@@ -145,9 +145,7 @@ class EmulatedLinearProducts(QuantisedProducts):
             )[0]
         with disable_autocast(x_TK):
             grad = of_dy.values.T.mm(of_x.values) * (of_dy.scales * of_x.scales)
-        return scale_and_store_grad(
-            grad.to(call.dtype), target.out, target.accumulate, target.dtype, target.scale
-        )
+        return scale_and_store_grad(grad.to(call.dtype), *target)
 
 
 EmulatedLinearProducts.op = make_quantised_op("emulated_linear", EmulatedLinearProducts)

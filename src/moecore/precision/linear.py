@@ -373,7 +373,7 @@ class Fp8Products(QuantisedProducts):
         """Return dw = dy^T x, new or in `target.out` (overwritten, or added if `accumulate`)."""
         x = Blocks(x_KT, call.x_column_scales, KINDS[call.recipe.activation_block])
         grad = multiply_fp8(dy, x, call.dtype)
-        return scale_and_store_grad(grad, target.out, target.accumulate, target.dtype, target.scale)
+        return scale_and_store_grad(grad, *target)
 
 
 Fp8Products.op = make_quantised_op("fp8_linear", Fp8Products)

@@ -124,7 +124,7 @@ class TELinearProducts(QuantisedProducts):
             of_dy = _quantise_operand(dy, recipe, "gradient", *amaxes, over_rows=True)
             of_x = _quantise_operand(x_TK, recipe, "activation", call.x_amax, over_rows=True)
             grad = te.multiply_quantised(of_x, of_dy, "NT", call.dtype)
-        return scale_and_store_grad(grad, target.out, target.accumulate, target.dtype, target.scale)
+        return scale_and_store_grad(grad, *target)
 
 
 TELinearProducts.op = make_quantised_op("te_linear", TELinearProducts)

@@ -271,9 +271,7 @@ _balance_statistics = Op(
     setup_context=make_setup_context(slice(2), slice(3, 4)),
     backward=lambda ctx, *grads: (
         _balance_statistics_bwd(*ctx.saved_tensors, *grads, *ctx.others),
-        None,
-        None,
-        None,
+        *[None] * 3,
     ),
 )
 

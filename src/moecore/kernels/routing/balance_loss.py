@@ -208,9 +208,7 @@ _balance_loss = Op(
     setup_context=make_setup_context(slice(2, 4), slice(4, 5)),
     backward=lambda ctx, dlosses: (
         *_balance_loss_bwd(dlosses, *ctx.saved_tensors, *ctx.others),
-        None,
-        None,
-        None,
+        *[None] * 3,
     ),
 )
 
