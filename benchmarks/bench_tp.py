@@ -32,18 +32,19 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from tests.helpers.sliced import REFERENCE
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.bench_pairs import start_group, time_steps
 from benchmarks.records import RESULTS, append_rows, results_path
 from moecore.attention.sequence import Sequence
-from moecore.base.torch_private import all_gather_single, get_local_tensor
+from moecore.base.torch_private import get_local_tensor
 from moecore.models import DecoderConfig, preset, tp_products
 from moecore.models.block import Block
 from moecore.models.layers import build_rotary_table
 from moecore.models.tensor_parallel import TensorParallel, apply_tensor_parallel
-from moecore.models.tp_products import SlicedExchange, find_sliced_exchange
+from moecore.models.tp_products import find_sliced_exchange
 from moecore.moe.dispatch.collectives import exchange_with_grad
 
 DENSE = DecoderConfig(
@@ -67,28 +68,6 @@ LAYERS = {
 VARIANTS = ("in turn", "sliced", "alone")
 CHECKED_TOKENS = 1024  # of a sequence, in fp32
 TIMES_ERROR, MOST_DIFFERENCE = 2.0, 0.02
-
-
-def all_gather_ref(
-    x_tD: Tensor, consume: Callable[[Tensor, int], None], x_TD: Tensor, group: dist.ProcessGroup
-) -> None:
-    """Reference of `SlicedExchange.all_gather`: all-gather first, then consume each slice."""
-    all_gather_single(x_TD, x_tD, group=group)
-    for rank, slice_tD in enumerate(x_TD.chunk(group.size())):
-        consume(slice_tD, rank)
-
-
-def all_to_all_ref(
-    produce: Callable[[int, Tensor], None], parts_TD: Tensor, group: dist.ProcessGroup
-) -> None:
-    """Reference of `SlicedExchange.all_to_all`: produce all slices first, then one all-to-all."""
-    products_TD = torch.empty_like(parts_TD)
-    for rank, slice_tD in enumerate(products_TD.chunk(group.size())):
-        produce(rank, slice_tD)
-    dist.all_to_all_single(parts_TD, products_TD, group=group)
-
-
-REFERENCE = SlicedExchange(all_gather_ref, all_to_all_ref)
 
 
 class WithoutExchange(TensorParallel):
