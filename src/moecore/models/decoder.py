@@ -13,10 +13,12 @@ inside an MoE layer, which keeps moecore's own (model.layers.0.mlp.experts.w1), 
 prediction (mtp.0); `io/hf/names.py` translates.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -155,7 +157,7 @@ class Decoder(nn.Module):
                 if module.sinks is not None:
                     init_normal_(module.sinks, std=INIT_STD, key=f"{key}.sinks", seed=seed)
 
-    def apply_tensor_parallel(self, tp_mesh: DeviceMesh) -> Self:
+    def apply_tensor_parallel(self, tp_mesh: DeviceMesh) -> Decoder:
         """Shard the dense parameters over the 1-D mesh `tp_mesh` in place, and return self.
 
         Later forwards use sequence parallelism: each rank has the hidden states of its tokens. Call
