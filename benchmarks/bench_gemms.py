@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.kernels.grouped.oracle import grouped_gemm_activation_ref, grouped_gemm_ref
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
@@ -47,13 +48,13 @@ class Operands:
         """Return expert rows times matrices, as a call."""
         if self.has_kernels:
             return lambda: cooperative.cooperative_gemm(a, b, self.tiles)
-        return lambda: grouped_gemm.grouped_gemm_ref(a, b, self.offsets_E)
+        return lambda: grouped_gemm_ref(a, b, self.offsets_E)
 
     def fc1(self, gather: bool) -> Call:
         """Return FC1 with the weighted activation, as a call."""
         where = (self.row_ids_R, self.weights_R, self.offsets_E, SWIGLU)
         if not self.has_kernels:
-            return lambda: grouped_gemm.grouped_gemm_activation_ref(self.x_TD, self.w1_ECD, *where)
+            return lambda: grouped_gemm_activation_ref(self.x_TD, self.w1_ECD, *where)
         if gather:
             return lambda: grouped_gemm.grouped_gemm_activation(self.x_TD, self.w1_ECD, *where)
         args = (self.x_RD, self.w1_ECD, self.tiles, self.weights_R, SWIGLU)
@@ -69,9 +70,7 @@ class Operands:
             return lambda: pingpong.pingpong_activation_bwd(*args, row_ids_R=row_ids_R)
 
         def plain() -> tuple[Tensor, ...]:
-            da_RF = grouped_gemm.grouped_gemm_ref(
-                dy, self.w2_EDF, self.offsets_E, row_ids_R=row_ids_R
-            )
+            da_RF = grouped_gemm_ref(dy, self.w2_EDF, self.offsets_E, row_ids_R=row_ids_R)
             num_rows = self.offsets_E[-1]
             return activation.weighted_activation_bwd_ref(
                 self.h_RC, da_RF, self.weights_R, num_rows, SWIGLU

@@ -32,6 +32,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from tests.helpers.sliced import REFERENCE
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -43,7 +44,7 @@ from moecore.models import DecoderConfig, preset, tp_products
 from moecore.models.block import Block
 from moecore.models.layers import build_rotary_table
 from moecore.models.tensor_parallel import TensorParallel, apply_tensor_parallel
-from moecore.models.tp_products import REFERENCE, find_sliced_exchange
+from moecore.models.tp_products import find_sliced_exchange
 from moecore.moe.dispatch.collectives import exchange_with_grad
 
 DENSE = DecoderConfig(

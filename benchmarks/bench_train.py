@@ -52,6 +52,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.expert_loads import force_expert_loads
 from benchmarks.power import PowerLog
 from benchmarks.records import RESULTS, Environment, append_row, append_rows, results_path
 from benchmarks.trace import Breakdown, format_table, make_trace_fields, trace
@@ -59,7 +60,7 @@ from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.torch_private import patch_attributes
 from moecore.models import DecoderConfig
 from moecore.models.size import active_params, flops_per_token, num_params
-from moecore.moe.forced_routing import force_even_load, force_expert_loads
+from moecore.moe.forced_routing import force_even_load
 from moecore.recipes import train
 from moecore.recipes.corpus_training import CorpusTraining
 from moecore.recipes.data import BatchShape

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from moecore.kernels.common import INTERPRET
+from moecore.kernels.triton_api import INTERPRET
 from tests.helpers import sparing  # noqa: F401  # tests make little garbage as well
 from tests.helpers.by_day import beyond_the_table
 from tests.helpers.grids import beyond_each_value

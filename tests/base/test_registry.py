@@ -25,7 +25,8 @@ KINDS: list[tuple[Callable[[str, Any], None], Any, Any]] = [
 
 @pytest.mark.parametrize(("register", "registry", "value"), KINDS)
 def test_a_name_is_registered_once(register, registry, value, monkeypatch) -> None:
-    monkeypatch.setattr(registry, "_values", dict(registry._values))
+    monkeypatch.setitem(registry, "mine", None)  # removed after the test
+    del registry["mine"]
     first = next(iter(registry))
     register("mine", value)
     assert "mine" in registry
@@ -38,7 +39,8 @@ def test_a_name_is_registered_once(register, registry, value, monkeypatch) -> No
 
 
 def test_an_unknown_name_lists_the_registered_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ASSIGNMENTS, "_values", dict(ASSIGNMENTS._values))
+    monkeypatch.setitem(ASSIGNMENTS, "mine", None)
+    del ASSIGNMENTS["mine"]
     sizes = {"dim": 32, "hidden_dim": 64, "num_experts": 8, "top_k": 2}
     with pytest.raises(ValueError, match=r"assignment \('mine'\) must be one of 'learned'"):
         MoEConfig(**sizes, assignment="mine")

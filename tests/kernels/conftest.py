@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import INTERPRET
+from moecore.kernels.triton_api import INTERPRET
 from tests.helpers.waits import syncs_are_errors
 
 # The interpreter replaces the compiler that this file is about.

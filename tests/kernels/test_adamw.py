@@ -14,7 +14,8 @@ from moecore.kernels.adamw import (
     adamw_,
     adamw_ref_,
 )
-from moecore.kernels.common import INTERPRET
+from moecore.kernels.common import cdiv
+from moecore.kernels.triton_api import INTERPRET
 
 SHAPES = [(7,), (0,), (3, 41), (BLOCK * NUM_BLOCKS,), (BLOCK * NUM_BLOCKS + 20, 2), ()]
 OPTIONS = AdamWOptions(lr=3e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
@@ -40,7 +41,7 @@ def moments_of(weights: list[Tensor], dtype: torch.dtype) -> list[list[Tensor]]:
 
 
 def exponents_of(weights: list[Tensor]) -> list[Tensor]:
-    blocks = [af.count_moment_blocks(w.numel()) for w in weights]
+    blocks = [cdiv(w.numel(), af.MOMENT_BLOCK) for w in weights]
     return [torch.zeros(n, 2, dtype=torch.uint8, device=weights[0].device) for n in blocks]
 
 
@@ -253,7 +254,7 @@ def test_views_at_odd_addresses(device: str, dtype: torch.dtype) -> None:
     if dtype == torch.uint8:
         flat[2:] = [(f * 20).clamp(max=100).to(torch.uint8) for f in flat[2:]]  # no NaN
         exponents = [
-            torch.full((af.count_moment_blocks(n), 2), 110, dtype=torch.uint8, device=device)
+            torch.full((cdiv(n, af.MOMENT_BLOCK), 2), 110, dtype=torch.uint8, device=device)
         ]
     else:
         flat = [f.to(dtype) for f in flat]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from moecore.kernels import hyper_connections
 from moecore.kernels import hyper_connections as hc
-from moecore.kernels.common import INTERPRET
+from moecore.kernels.triton_api import INTERPRET
 from tests.helpers.grids import beside
 from tests.helpers.saved import list_saved
 

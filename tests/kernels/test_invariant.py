@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.kernels.common import INTERPRET
 from moecore.kernels.invariant import batch_invariant, is_batch_invariant
 from moecore.kernels.invariant.product import invariant_product
+from moecore.kernels.triton_api import INTERPRET
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from moecore.kernels import prepared
-from moecore.kernels.common import gl, gluon, hopper, launch, make_gluon_descriptor, tl, triton
+from moecore.kernels.common import launch, make_gluon_descriptor
+from moecore.kernels.triton_api import gl, gluon, hopper, tl, triton
 
 pytest.importorskip("triton")
 if not prepared.IS_SUPPORTED:

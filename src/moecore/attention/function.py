@@ -9,8 +9,6 @@ Legend: B rows, T tokens of a row, H query heads, h key/value heads, d and v dim
 Double backward is not supported.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@ Legend: B rows, T tokens of a forward with padding, N of them without padding, S
 query heads, h key/value heads, d and v dims of a head.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

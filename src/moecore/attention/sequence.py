@@ -11,8 +11,6 @@ Each row is one document, or several documents are packed into the rows, end to 
 documents of zero tokens, so that its length is identical in every step (CUDA graphs).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import pairwise
 

@@ -7,8 +7,6 @@ All heads share one latent key and one indexer key per token. With cp > 1 each r
 all-gathers both kinds of keys, and computes only its local queries (`kernels/sparse_attention`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -10,8 +10,6 @@ A function is described by its qualified name and an object by its class, never 
 Values that can differ between equal models are left out: devices, ranks, caches, directories.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet

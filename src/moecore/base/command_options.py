@@ -4,8 +4,6 @@
 TOML files by this list.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

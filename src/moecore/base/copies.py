@@ -1,7 +1,5 @@
 """Copies of a model's modules with new parameters, for example on the meta device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from inspect import unwrap
 from types import MethodType

@@ -1,7 +1,5 @@
 """Names of multi-host NVLink domains (fabrics), which NVML reports."""
 
-from __future__ import annotations
-
 import ctypes
 
 import torch

@@ -27,8 +27,6 @@ tensor or an array is not a number.
 A float field converts an int that a float represents exactly. No other value is converted.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import types

@@ -4,8 +4,6 @@ Layers compute with plain local tensors. The DTensor placements of a parameter s
 unsharded, sharded over ep, etp or tp, or replicated over tp.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

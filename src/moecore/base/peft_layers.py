@@ -3,8 +3,6 @@
 Legend: W base linear, A and B factors of an adapter, s its scale.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

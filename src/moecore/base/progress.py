@@ -9,8 +9,6 @@ Rank 0 shows progress on stderr. If stderr is not a terminal or tqdm is missing,
 every `INTERVAL_S` seconds. Operations that end before `DELAY_S` seconds show nothing.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -6,8 +6,6 @@ products through `run_product` and communication through `run_and_save`. Outside
 functions only call their argument.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

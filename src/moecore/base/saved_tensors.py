@@ -8,8 +8,6 @@ torch calls only the innermost pair of saved-tensor hooks. If the caller install
 checkpointing, `save_on_cpu`), no packer is called inside them.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Text for users: tables, numbers with units, error lines, and the parameter table of `explain`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod

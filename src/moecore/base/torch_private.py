@@ -12,8 +12,6 @@ that renames one fails a test by name. These names are allowed everywhere:
 Operators (`torch.ops`) have a stable schema but no documentation, so they are listed here too.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -8,8 +8,6 @@ state.
 Letters: R rows, e experts, M and N rows of the operands of a product, K the dim that is summed.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from functools import cache

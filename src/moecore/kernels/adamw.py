@@ -36,15 +36,8 @@ from moecore.kernels.adamw_formats import (
     split_master,
     split_master_ref,
 )
-from moecore.kernels.common import (
-    INTERPRET,
-    can_use_kernel,
-    cdiv,
-    launch,
-    tl,
-    triton,
-    warn_on_fallback,
-)
+from moecore.kernels.common import can_use_kernel, cdiv, launch, warn_on_fallback
+from moecore.kernels.triton_api import INTERPRET, tl, triton
 
 BLOCK = 1024  # elements at a time
 FP8_BLOCK = 512  # of FP8 moments: as many as registers allow without fewer programs at a time

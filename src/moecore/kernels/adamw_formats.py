@@ -41,8 +41,8 @@ Source: the hash is lowbias32 of https://nullprogram.com/blog/2018/07/31/.
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, tl, triton
 from moecore.kernels.rows.e4m3 import from_e4m3
+from moecore.kernels.triton_api import tl, triton
 
 MOMENT_BLOCK = 128  # neighbours in memory that share an exponent
 GOLDEN = 0x9E3779B9  # spreads steps and tensors over the hash's seeds
@@ -78,11 +78,6 @@ def round_stochastically_ref(x: Tensor, random_bits: Tensor) -> Tensor:
     bits = bits & 0xFFFF0000
     bits = torch.where(bits >= 1 << 31, bits - (1 << 32), bits)
     return torch.where(x.isfinite(), bits.int().view(torch.float32), x.float())
-
-
-def count_moment_blocks(numel: int) -> int:
-    """Return the number of blocks of 128, which share one FP8 scale, in `numel` elements."""
-    return cdiv(numel, MOMENT_BLOCK)
 
 
 def encode_moments_ref(

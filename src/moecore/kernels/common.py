@@ -1,66 +1,17 @@
-"""Shared helpers of kernel files: Triton if it is installed, and when to use a kernel.
-
-CPU builds of torch have no Triton. Then `triton`, `tl` and Gluon's names are stand-ins that let the
-files be imported, and only the references can run.
-"""
-
-from __future__ import annotations
+"""Shared helpers of kernel files: when to use a kernel, and how to launch it."""
 
 import functools
-import os
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moecore.kernels.meta import meta_settings, record_launch
-from moecore.kernels.prepared import launch_prepared, make_descriptor
-from moecore.kernels.prepared import store_launch as keep_prepared
-
-try:
-    import triton
-    import triton.language as tl
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import hopper
-except ImportError:
-
-    class _NoTriton:
-        """Stands for a missing Triton module, so that files of kernels can be imported."""
-
-        def __init__(self, name: str = "") -> None:
-            self.name = name
-
-        def __getattr__(self, name: str) -> Any:
-            return self
-
-        def __getitem__(self, grid: Any) -> Any:
-            """Return a launcher that only reports this kernel to `record_launch`."""
-            return partial(record_launch, self.name)
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            """Decorate a kernel; otherwise return the first argument, or self if there is none."""
-            if args and callable(args[0]) and hasattr(args[0], "__name__"):
-                return _NoTriton(args[0].__name__)
-            return args[0] if args else self
-
-    triton = tl = gluon = gl = hopper = _NoTriton()
-
-# Names of Gluon that differ between Triton 3.6 and 3.9.
-thread_barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
-_copies, _tma = hopper.async_copy, hopper.tma
-async_load: Any = getattr(_copies, "async_load", None) or _copies.async_copy_global_to_shared
-tma_load: Any = getattr(_tma, "async_load", None) or _tma.async_copy_global_to_shared
-tma_store: Any = getattr(_tma, "async_store", None) or _tma.async_copy_shared_to_global
-
-HAS_TRITON = not type(triton).__name__.startswith("_")
-INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
-TRITON = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3])) if HAS_TRITON else ()
+from moecore.kernels.prepared import launch_prepared, make_descriptor, store_launch
+from moecore.kernels.triton_api import HAS_TRITON, INTERPRET, TRITON, gl, gluon
 
 NVFP4_TRITON = (3, 9)  # older releases cannot compile NVFP4
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -155,7 +106,7 @@ def launch(kernel: Any, grid: int | tuple[int, int], /, *args: Any, **constants:
         return
     with device_of(next(arg for arg in args if isinstance(arg, Tensor))):
         compiled = kernel[grid](*args, **constants)
-    keep_prepared(kernel, args, constants, compiled)
+    store_launch(kernel, args, constants, compiled)
 
 
 def launch_or_record(kernel: Any, grid: tuple[int, int], /, *args: Any, **constants: Any) -> None:

@@ -23,19 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import (
-    KERNEL_DTYPES,
-    can_use_kernel,
-    cdiv,
-    launch,
-    next_power_of_2,
-    tl,
-    triton,
-)
+from moecore.kernels.common import KERNEL_DTYPES, can_use_kernel, cdiv, launch, next_power_of_2
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.e4m3 import abs_without_nan, compute_block_scale, to_e4m3
 from moecore.kernels.rows.quantised import make_empty_row_blocks, quantise_row_blocks_ref
 from moecore.kernels.rows.scaling import Blocks
+from moecore.kernels.triton_api import tl, triton
 
 IGNORE_INDEX = -100  # the label of rows that are not counted
 IGNORED = tl.constexpr(IGNORE_INDEX)

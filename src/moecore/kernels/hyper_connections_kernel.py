@@ -1,6 +1,6 @@
 """The kernels of `hyper_connections.py`. N_POW2 and M_POW2 are N and M padded to powers of two."""
 
-from moecore.kernels.common import tl, triton
+from moecore.kernels.triton_api import tl, triton
 
 
 @triton.jit

@@ -12,8 +12,6 @@ forward. Routed experts always defer. `precision/linear.py` has the products in 
 Letters: T tokens, K input features, N output features.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Dry runs on meta tensors: whether meta counts as a GPU, and the recording of kernel launches."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

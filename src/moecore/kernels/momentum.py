@@ -7,7 +7,8 @@ bf16. The gradient is divided by `grad_scale` while it is read, and is not chang
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import KERNEL_DTYPES, can_use_kernel, cdiv, launch, tl, triton
+from moecore.kernels.common import KERNEL_DTYPES, can_use_kernel, cdiv, launch
+from moecore.kernels.triton_api import tl, triton
 
 BLOCK = 4096  # elements of one program
 NUM_WARPS = 8

@@ -13,8 +13,6 @@ the interpreter, hooks, tuples as arguments, integers beyond int32. `tests/kerne
 tests the private names of Triton that this file uses.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -13,8 +13,6 @@ The tokens of a rank are packed documents too, with the offsets `cu_seqlens // s
 empty.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

@@ -3,8 +3,6 @@
 Legend: B sequences, T tokens of a sequence, D model dim, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

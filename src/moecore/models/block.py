@@ -3,8 +3,6 @@
 Legend: B sequences, T tokens of a sequence, D model dim, t_i token i (counted from 0).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -4,8 +4,6 @@ Types, ranges and cross-field rules are checked at construction (`base/fields.py
 contains no device meshes or process groups.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

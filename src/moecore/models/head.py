@@ -1,7 +1,5 @@
 """Head: the output matrix of a decoder, and the loss on top of it."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -7,11 +7,10 @@ contains only this rank's tokens until a module gathers all tokens (see tensor_p
 Activations are local tensors and not DTensors; modules read every parameter by `get_local_param`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +58,7 @@ class RMSNorm(nn.Module):
         *,
         over_tp: bool = False,
         dtype: torch.dtype | None = None,
-    ) -> RMSNorm:
+    ) -> Self:
         """Return an RMSNorm with a decoder's epsilon and centering; `dim` None = the model dim."""
         zero_centered, dim = config.zero_centered_norms, dim or config.dim
         return cls(dim, config.norm_eps, over_tp=over_tp, zero_centered=zero_centered, dtype=dtype)

@@ -25,8 +25,6 @@ Source: Gated Delta Networks (arXiv:2412.06464), Mamba-2 (arXiv:2405.21060). Nam
 transformers' Qwen3-Next and Nemotron-H.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence as Sizes
 

@@ -15,8 +15,6 @@ Source: fusing head and loss is the idea of Liger Kernel (arXiv:2410.10989) and 
 cross-entropy (arXiv:2411.09009).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

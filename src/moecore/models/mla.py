@@ -22,8 +22,6 @@ Source: DeepSeek-V2 (arXiv:2405.04434), DeepSeek-V3.2-Exp (arXiv:2512.02556, sec
 names are transformers'.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -20,8 +20,6 @@ GLM-4.5-Air, openai/gpt-oss-20b and gpt-oss-120b on Hugging Face; DeepSeek-V3 (a
 section 4.2; GLM-4.5 (arXiv:2508.06471); Nemotron 3 Nano (arXiv:2512.20848).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType

@@ -7,8 +7,6 @@ Counts include multi-token prediction, because training runs it. Published sizes
 `num_params(replace(config, num_mtp_layers=0, mtp_loss_coef=0.0))`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import lru_cache
 

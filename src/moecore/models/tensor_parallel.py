@@ -24,8 +24,6 @@ tensor. Under this definition the backward of each collective below is its trans
 Source: Megatron sequence parallelism (arXiv:2205.05198).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import attrgetter

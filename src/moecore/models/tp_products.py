@@ -22,8 +22,6 @@ sends them.
 Sequences are exchanged one after the other, so their slices need no copy to be contiguous.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,7 +35,6 @@ from moecore.base.params import get_local_param
 from moecore.base.regions import is_recomputing, run_and_save
 from moecore.base.torch_private import (
     all_gather_and_consume,
-    all_gather_single,
     get_autocast_dtype,
     is_plain_eager,
     list_module_hooks,
@@ -66,25 +63,6 @@ class SlicedExchange(NamedTuple):
 
     all_gather: Callable[[Tensor, Callable[[Tensor, int], None], Tensor, dist.ProcessGroup], None]
     all_to_all: Callable[[Callable[[int, Tensor], None], Tensor, dist.ProcessGroup], None]
-
-
-def all_gather_ref(
-    x_tD: Tensor, consume: Callable[[Tensor, int], None], x_TD: Tensor, group: dist.ProcessGroup
-) -> None:
-    """Reference of `SlicedExchange.all_gather`: all-gather first, then consume each slice."""
-    all_gather_single(x_TD, x_tD, group=group)
-    for rank, slice_tD in enumerate(x_TD.chunk(group.size())):
-        consume(slice_tD, rank)
-
-
-def all_to_all_ref(
-    produce: Callable[[int, Tensor], None], parts_TD: Tensor, group: dist.ProcessGroup
-) -> None:
-    """Reference of `SlicedExchange.all_to_all`: produce all slices first, then one all-to-all."""
-    products_TD = torch.empty_like(parts_TD)
-    for rank, slice_tD in enumerate(products_TD.chunk(group.size())):
-        produce(rank, slice_tD)
-    dist.all_to_all_single(parts_TD, products_TD, group=group)
 
 
 # Exchanges of a dry run, by the names of their launches.
@@ -121,7 +99,6 @@ def _send_on_meta(
     record_launch(SEND_SLICES, group.size(), 2 * (parts_TD.nbytes - slices[0].nbytes))
 
 
-REFERENCE = SlicedExchange(all_gather_ref, all_to_all_ref)
 ON_META = SlicedExchange(_gather_on_meta, _send_on_meta)
 SYMMETRIC_MEMORY = SlicedExchange(all_gather_and_consume, produce_and_all_to_all)
 

@@ -17,8 +17,6 @@ amax. The device makes this decision until the host knows that all operands have
 (`has_all_amax`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -67,11 +65,6 @@ class AmaxHistory:
         """Allocate zeros for the current step's amax of each operand, unless they exist."""
         for operand in () if self.current_amax else self.operands:
             self.current_amax[operand] = torch.zeros(1, device=device, dtype=torch.float32)
-
-    def reset_current_amax(self) -> None:
-        """Set the current step's amax of each operand to 0. No host sync."""
-        for amax in self.current_amax.values():
-            amax.zero_()
 
     def allocate_recorded_amax(self, device: torch.device) -> None:
         """Allocate zeros for the recorded amax of each operand, unless `recorded_amax` exists."""

@@ -7,8 +7,6 @@ afterwards for the chosen ids (`kernels/routing/route.py`). If scores are equal,
 and the lower token index win. `mask_choices_within_capacity` receives an order of tokens instead.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

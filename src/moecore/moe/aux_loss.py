@@ -5,8 +5,6 @@ the step's total. A recomputed forward, eval mode and no_grad therefore count no
 training loop does not add auxiliary losses to its loss.
 """
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

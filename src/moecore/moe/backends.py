@@ -22,8 +22,6 @@ with a gate, otherwise F), e local experts. "sequential" and experts with biases
 PyTorch (`gather_rows_by_index`, `sum_rows_by_index`). `kernels/rows/move.py` is faster.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, cast

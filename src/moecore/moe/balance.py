@@ -22,13 +22,11 @@ sums it once per step. Without this call a loss is the mean over ranks with toke
 takes the mean over all micro-batches.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -61,7 +59,7 @@ class BalanceGroups:
     by_cp: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
     weight: int = 1  # data ranks for which the auxiliary losses of a micro-batch count
 
-    def select_cp_groups(self, cp: int | None) -> BalanceGroups:
+    def select_cp_groups(self, cp: int | None) -> Self:
         """Return the groups of a forward over `cp` ranks; None = the cp degree of the meshes."""
         if cp in (None, self.cp):
             return self
@@ -86,7 +84,7 @@ class LoadCounts:
     margins_EX: Tensor | None  # histograms of quantile balancing; None without it
 
     @classmethod
-    def make_zeros(cls, config: MoEConfig, device: torch.device) -> LoadCounts:
+    def make_zeros(cls, config: MoEConfig, device: torch.device) -> Self:
         """Return zero counts, with None for the optional tensors that `config` does not need."""
         E = config.num_candidates
         drops = config.capacity is not None and config.assignment != "expert_choice"

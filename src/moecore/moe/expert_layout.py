@@ -3,8 +3,6 @@
 Letters: D model dim, F hidden dim, E experts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

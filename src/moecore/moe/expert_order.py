@@ -12,8 +12,6 @@ clones (`moe/clones.py`) if loads change from step to step.
 Legend: E experts.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import torch

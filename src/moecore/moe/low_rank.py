@@ -12,8 +12,6 @@ A and B are replicated over etp, which shards W. A rank uses the slices of A and
 slice of W. The sum of the gradients over etp is the full gradient.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

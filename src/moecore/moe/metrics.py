@@ -1,7 +1,5 @@
 """MoEMetrics: loads and losses of one optimizer step, as tensors by layer and numbers by name."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 
 import torch

@@ -4,13 +4,11 @@ Activations are plain local tensors. Only the DTensor placements of a parameter 
 unsharded, sharded over ep, etp or tp, or replicated over tp.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +49,7 @@ class RecomputedView:
     place: tuple[Sequence[int], Sequence[int], int]  # size, stride and offset of the view
 
     @classmethod
-    def from_view(cls, view: Tensor, make: Callable[[], Tensor]) -> RecomputedView:
+    def from_view(cls, view: Tensor, make: Callable[[], Tensor]) -> Self:
         """Return the record that replaces `view`, a view of the result of `make`."""
         return cls(make, (view.size(), view.stride(), int(view.storage_offset())))
 

@@ -8,8 +8,6 @@ Legend: E experts, e experts of a rank (E / ep), c places for clones on a rank, 
 K experts per token.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import dataclass, fields

@@ -10,8 +10,6 @@ expert, and later stages cannot correct that choice. `parallelize_moe` excludes 
 from mixed precision for the same reason. If scores are equal, the lower expert id wins.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -5,9 +5,7 @@ which bf16 would round away. moecore's router has its bias itself. In some trans
 MoE block or a child of the gate has it.
 """
 
-from __future__ import annotations
-
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -22,7 +20,7 @@ class BiasOwner(nn.Module):
         self.bias_name = name
         self.register_buffer(name, bias_E)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> BiasOwner:
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Apply `fn` to parameters and buffers, but leave the selection bias in fp32."""
         bias = self._buffers.get(self.bias_name)
         super()._apply(fn, recurse)

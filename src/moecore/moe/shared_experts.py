@@ -7,8 +7,6 @@ With sequence parallelism every tp rank has other tokens. These weights are ther
 all tp ranks and need no communication.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

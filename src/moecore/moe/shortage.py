@@ -11,8 +11,6 @@ A capacity limits buffers only inside such a step (`BufferOwner.watch`). Other f
 that would see a shortage, so their buffers have space for all rows.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from abc import ABC, abstractmethod

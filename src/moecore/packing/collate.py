@@ -12,8 +12,6 @@ Example, [5 6 7] and [8 9] in one row of 8 tokens:
     cu_seqlens     0              3         5              8      num_tokens 3, max_seqlen 3
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict

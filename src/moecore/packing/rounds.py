@@ -17,8 +17,6 @@ takes the first trial with a score above `GOOD_SCORE`, otherwise the trial with 
 Source: Dynamic-CP in Megatron-Core solves the same problem (arXiv:2603.07685).
 """
 
-from __future__ import annotations
-
 import heapq
 from bisect import bisect_left
 from collections.abc import Iterator

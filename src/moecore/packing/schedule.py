@@ -8,8 +8,6 @@ groups of 1, 2, 4, ... consecutive ranks, and a group splits its documents over 
 as its slowest group. The schedule therefore balances the groups of a round (`rounds.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -19,8 +19,6 @@ Only the comparison of the first forward synchronises host and device. Checksums
 difference is therefore skipped on every rank before any host has read the result.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -251,15 +249,10 @@ def _describe_tensor(tensor: Tensor, arg_name: str, tensors: dict[str, Tensor]) 
     if not is_plain or tensor.layout != torch.strided or tensor.is_meta:
         return facts  # its bytes are not contents, or it has none
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    if not is_on_host(tensor):
+    if tensor.device.type != "cpu":
         tensors[arg_name] = tensor
         return facts
     if tensor.numel() == 1:
         return f"{facts}, {tensor.item()}"
     data = tensor.contiguous().flatten().view(torch.uint8).numpy()
     return f"{facts}, sha256 {hashlib.sha256(data).hexdigest()[:16]}"  # type: ignore[arg-type]
-
-
-def is_on_host(tensor: Tensor) -> bool:
-    """Whether the host can read a tensor without a device sync."""
-    return tensor.device.type == "cpu"

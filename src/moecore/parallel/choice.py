@@ -1,7 +1,5 @@
 """`choose_meshes`: builds default meshes from the numbers of experts and of ranks per host."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ fact that a rank cannot read is reported in `RankFacts.failures`, so that the ra
 in every collective. The facts are all-gathered. `find_problems` reads only these facts.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import resource

@@ -4,8 +4,6 @@ Backends connect ranks in pairs. If ranks have different values of WORLD_SIZE, g
 for longer than its timeout, and NCCL waits. The store needs no peers, so it compares the values.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any

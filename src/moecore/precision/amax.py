@@ -1,7 +1,5 @@
 """Amax histories of a model with delayed scaling: its linears and its experts together."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -42,7 +40,8 @@ def advance_amax(
 def drop_amax(model: nn.Module) -> None:
     """Zero the amax values that delayed scaling recorded since the last step. No host sync."""
     for history in list_amax_histories(model).values():
-        history.reset_current_amax()
+        for amax in history.current_amax.values():
+            amax.zero_()
 
 
 def has_amax_history(model: nn.Module) -> bool:

@@ -3,8 +3,6 @@
 The experts of a `MoELayer` have no linears: the layer reads `Precision.find_recipe` itself.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase

@@ -14,13 +14,10 @@ Other GPUs multiply rounded operands in bf16, and a CPU in fp32.
 Letters: T tokens, K input features, N output features; formats are `kernels/rows/microscaling.py`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
 from moecore.base.params import has_values
@@ -97,7 +94,6 @@ def _make_single_group(rows: Blocks, num_rows: int) -> Tensor:
 class EmulatedLinearProducts(QuantisedProducts):
     """Computes y, dx and dw of one linear with recipe "mxfp8" or "nvfp4"."""
 
-    @override
     def prepare(self, x: Tensor, param: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
         """Return the settings and weight tensors of one forward; x and `training` are not used.
 
@@ -117,14 +113,12 @@ class EmulatedLinearProducts(QuantisedProducts):
                 amax = all_reduce_max(compute_finite_magnitude(weight_NK).amax().reshape(1), param)
         return LinearCall(weight_amax=amax, recipe=recipe)
 
-    @override
     @staticmethod
     def multiply(x_TK: Tensor, weight_NK: Tensor, call: LinearCall) -> Tensor:
         """Return y = x @ weight^T, both quantised here, in `call.dtype`."""
         weight = _quantise_weight(weight_NK, call, transposed=False)
         return _multiply(_quantise_operand(x_TK, call.recipe), weight, call.recipe, call.dtype)
 
-    @override
     @staticmethod
     def compute_input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGrad:
         """Return (dx or None if `weight_NK` is None, unchanged dy for `compute_weight_grad`)."""
@@ -134,7 +128,6 @@ class EmulatedLinearProducts(QuantisedProducts):
         dy = _quantise_operand(dy_TN, call.recipe, is_gradient=True)
         return _multiply(dy, weight, call.recipe, call.dtype), dy_TN
 
-    @override
     @staticmethod
     def compute_weight_grad(dy: Tensor, x: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
         """Return dw = dy^T x, new or in `target.out` (overwritten, or added if `accumulate`)."""
@@ -152,9 +145,7 @@ class EmulatedLinearProducts(QuantisedProducts):
             )[0]
         with disable_autocast(x_TK):
             grad = of_dy.values.T.mm(of_x.values) * (of_dy.scales * of_x.scales)
-        return scale_and_store_grad(
-            grad.to(call.dtype), target.out, target.accumulate, target.dtype, target.scale
-        )
+        return scale_and_store_grad(grad.to(call.dtype), *target)
 
 
 EmulatedLinearProducts.op = make_quantised_op("emulated_linear", EmulatedLinearProducts)

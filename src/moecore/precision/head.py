@@ -11,14 +11,11 @@ kernels with one expert (`kernels/grouped/fp8.py`).
 Letters: C tokens of a chunk, D model dim, V vocabulary of this rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.common import has_hopper_kernels, is_gpu
@@ -100,7 +97,6 @@ class BlockwiseHeadProducts(HeadProducts):
         w_1VD = weight_VD.detach().contiguous()[None]
         self.weight = quantise_weights(w_1VD, power_of_two=self.power_of_two, columnwise=training)
 
-    @override
     def compute_logits(self, hidden_CD: Tensor) -> Tensor:
         """Return a chunk's logits [C, V] in the dtype of `hidden_CD`; save its FP8 blocks."""
         self.dtype, C = hidden_CD.dtype, hidden_CD.shape[0]
@@ -110,7 +106,6 @@ class BlockwiseHeadProducts(HeadProducts):
         self.hidden = gather_row_blocks(rows, None, None, None)
         return self._multiply(self.hidden, self.weight.rows)
 
-    @override
     def compute_cross_entropy(
         self, logits_CV: Tensor, labels_C: Tensor, *, needs_grad: bool
     ) -> tuple[Tensor, Any]:
@@ -119,7 +114,6 @@ class BlockwiseHeadProducts(HeadProducts):
             return cross_entropy_(logits_CV, labels_C, None)
         return cross_entropy_blocks(logits_CV, labels_C, power_of_two=self.power_of_two)
 
-    @override
     def compute_softmax_gradient(
         self, logits_CV: Tensor, labels_C: Tensor, row_max_C: Tensor, sums_C: Tensor
     ) -> Blocks:
@@ -128,12 +122,10 @@ class BlockwiseHeadProducts(HeadProducts):
             logits_CV, labels_C, row_max_C, sums_C, power_of_two=self.power_of_two
         )
 
-    @override
     def write_d_hidden(self, d_logits: Blocks, out_CD: Tensor) -> None:
         """Write d_logits @ weight, in FP8, to `out_CD`."""
         out_CD.copy_(self._multiply(d_logits, self.weight.columns))
 
-    @override
     def add_d_weight(self, d_logits: Blocks, out_VD: Tensor, *, overwrites: bool) -> None:
         """Add d_logits^T @ hidden, in FP8, to `out_VD`, or overwrite `out_VD` if `overwrites`."""
         a, b = (tile_tokens(x, None, self.tiles) for x in (d_logits, self.hidden))

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
 from moecore.base.params import check_has_values, get_local_param, has_values
@@ -152,7 +151,6 @@ class QuantisedProducts(LinearProducts):
         self.history = AmaxHistory(recipe.amax_history) if recipe.amax_history else None
         self._recipe_text = json.dumps(asdict(recipe))
 
-    @override
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, training: bool = True
     ) -> Tensor:
@@ -201,14 +199,12 @@ class QuantisedProducts(LinearProducts):
     def compute_input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGrad:
         """Return dx (None if `weight_NK` is None), and dy in the form for `compute_weight_grad`."""
 
-    @override
     @classmethod
     def forward(cls, x: Tensor, weight_NK: Tensor, bias_N: Any, call: LinearCall) -> Tensor:
         """Return y [..., N] = x [..., K] @ weight^T + bias; `bias_N` None = no bias."""
         y = restore_dims(cls.multiply(flatten_rows(x), weight_NK, call), x)
         return y if bias_N is None else y.add_(bias_N)
 
-    @override
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], y: Tensor) -> None:
         """Save for backward in `ctx`; `inputs` are x, weight, bias and `LinearCall`."""
@@ -227,7 +223,6 @@ class QuantisedProducts(LinearProducts):
         )
         ctx.dtypes = (x.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype)
 
-    @override
     @classmethod
     def compute_gradients(cls, ctx: Any, dy: Tensor) -> Gradients:
         """Return dx, the operands of `compute_weight_grad` (None if not needed) and dbias."""
@@ -286,7 +281,6 @@ class Fp8Products(QuantisedProducts):
     also makes the operand of the weight gradient, which is saved for backward instead of x.
     """
 
-    @override
     def prepare(self, x: Tensor, param: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
         """Quantise x and the weight; return them and the amax tensors as a `LinearCall`."""
         history = self.history
@@ -346,7 +340,6 @@ class Fp8Products(QuantisedProducts):
         # A compiler computes equal casts once by itself.
         return cast_input(x, self.recipe, columnwise=columnwise, amax=amax, new_amax=new_amax)
 
-    @override
     @staticmethod
     def multiply(x_TK: Tensor, weight_NK: Tensor, call: LinearCall) -> Tensor:
         """Return y = x @ weight^T of the operands in `call`, in `call.dtype`."""
@@ -354,7 +347,6 @@ class Fp8Products(QuantisedProducts):
         weight = Blocks(call.weight_rows, call.weight_scales, KINDS[call.recipe.weight_block])
         return multiply_fp8(x, weight, call.dtype)
 
-    @override
     @staticmethod
     def compute_input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGrad:
         """Return (dx or None if `weight_NK` is None, quantised dy for `compute_weight_grad`)."""
@@ -374,7 +366,6 @@ class Fp8Products(QuantisedProducts):
         weight = _transpose_weight(weight_NK, call)
         return multiply_fp8(operands.rows, weight, call.dtype), operands.columns
 
-    @override
     @staticmethod
     def compute_weight_grad(
         dy: Blocks, x_KT: Tensor, call: LinearCall, target: GradTarget
@@ -382,7 +373,7 @@ class Fp8Products(QuantisedProducts):
         """Return dw = dy^T x, new or in `target.out` (overwritten, or added if `accumulate`)."""
         x = Blocks(x_KT, call.x_column_scales, KINDS[call.recipe.activation_block])
         grad = multiply_fp8(dy, x, call.dtype)
-        return scale_and_store_grad(grad, target.out, target.accumulate, target.dtype, target.scale)
+        return scale_and_store_grad(grad, *target)
 
 
 Fp8Products.op = make_quantised_op("fp8_linear", Fp8Products)

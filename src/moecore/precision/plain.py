@@ -1,7 +1,5 @@
 """`Linear`, which multiplies local shards, and `ProductLinear`, whose matmuls are exchangeable."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, cast

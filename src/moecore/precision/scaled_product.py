@@ -3,8 +3,6 @@
 Letters: M and N rows of the operands, K the columns over which the product sums.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

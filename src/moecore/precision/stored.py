@@ -5,8 +5,6 @@ blocks, as they read the blocks of a parameter that FSDP all-gathered in FP8. 4-
 dequantised to the compute dtype in each forward and backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -14,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from typing_extensions import override
 
 from moecore.base.fields import check_arguments
 from moecore.base.options.dense import DenseOptions
@@ -234,7 +231,6 @@ class FourBitProducts(LinearProducts):
     Forward and backward each dequantise the weight. Backward saves no tensor.
     """
 
-    @override
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, training: bool = True
     ) -> Tensor:

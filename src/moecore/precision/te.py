@@ -11,14 +11,11 @@ amax of a weight is the maximum over the ranks that shard it. `AmaxHistory` has 
 Letters: T tokens, K input features, N output features.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from typing_extensions import override
 
 from moecore.base import transformer_engine as te
 from moecore.base.options.precision import Recipe
@@ -67,7 +64,6 @@ def _quantise_operand(
 class TELinearProducts(QuantisedProducts):
     """Computes y, dx and dw of one linear by Transformer Engine, for recipes with backend "te"."""
 
-    @override
     def prepare(self, x: Tensor, param: Tensor, weight_NK: Tensor, training: bool) -> LinearCall:
         """Return a `LinearCall` with the amax tensors; ValueError if TE cannot multiply x."""
         recipe, history = self.recipe, self.history
@@ -95,7 +91,6 @@ class TELinearProducts(QuantisedProducts):
             recipe=recipe,
         )
 
-    @override
     @staticmethod
     def multiply(x_TK: Tensor, weight_NK: Tensor, call: LinearCall) -> Tensor:
         """Return y = x @ weight^T, both quantised here, in `call.dtype`."""
@@ -106,7 +101,6 @@ class TELinearProducts(QuantisedProducts):
         weight = _quantise_operand(weight_NK, call.recipe, "weight", *amaxes)
         return te.multiply_quantised(weight, x, "TN", call.dtype)
 
-    @override
     @staticmethod
     def compute_input_grad(dy_TN: Tensor, weight_NK: Tensor | None, call: LinearCall) -> InputGrad:
         """Return (dx or None if `weight_NK` is None, unchanged dy for `compute_weight_grad`)."""
@@ -119,7 +113,6 @@ class TELinearProducts(QuantisedProducts):
         weight = _quantise_operand(weight_NK, recipe, "weight", amax, over_rows=True)
         return te.multiply_quantised(weight, dy, "NN", call.dtype), dy_TN
 
-    @override
     @staticmethod
     def compute_weight_grad(dy: Tensor, x: Tensor, call: LinearCall, target: GradTarget) -> Tensor:
         """Return dw = dy^T x, new or in `target.out` (overwritten, or added if `accumulate`)."""
@@ -131,7 +124,7 @@ class TELinearProducts(QuantisedProducts):
             of_dy = _quantise_operand(dy, recipe, "gradient", *amaxes, over_rows=True)
             of_x = _quantise_operand(x_TK, recipe, "activation", call.x_amax, over_rows=True)
             grad = te.multiply_quantised(of_x, of_dy, "NT", call.dtype)
-        return scale_and_store_grad(grad, target.out, target.accumulate, target.dtype, target.scale)
+        return scale_and_store_grad(grad, *target)
 
 
 TELinearProducts.op = make_quantised_op("te_linear", TELinearProducts)

@@ -12,8 +12,6 @@ a step with a scale has the same bits as a step without.
 Source: https://arxiv.org/abs/1710.03740, section 3.2.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

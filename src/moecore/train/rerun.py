@@ -5,8 +5,6 @@ run() -> all-reduce of the capacity that each rank needed, between last forward 
       -> otherwise: drop the step, restore random states, enlarge buffers, run() once more
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

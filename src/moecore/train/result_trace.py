@@ -6,8 +6,6 @@ different checksum names the module. All ranks compute the same modules in the s
 sends a wrong value to other ranks, the checksums of these ranks differ at a later module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial

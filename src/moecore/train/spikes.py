@@ -8,8 +8,6 @@ the norm raises the limit. The limit and the norms are tensors on the device, an
 waits for them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any

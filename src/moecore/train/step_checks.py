@@ -1,7 +1,5 @@
 """Checks of a new `TrainStep`: first local checks on each rank, then comparisons of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """StepResult: norm, skip, metrics, learning rate and loss scale of a finished step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 

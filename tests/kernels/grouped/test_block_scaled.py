@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import HAS_TRITON, INTERPRET, NVFP4_TRITON, triton
+from moecore.kernels.common import NVFP4_TRITON
 from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled_wgrad
 from moecore.kernels.grouped.scaled_rows import pad_rows
 from moecore.kernels.rows import microscaled
 from moecore.kernels.rows.microscaled import quantise_microscaled_matrices
 from moecore.kernels.rows.microscaling import quantise_microscaled_ref, transpose_matrices
 from moecore.kernels.rows.scaling import Blocks
+from moecore.kernels.triton_api import HAS_TRITON, INTERPRET, triton
 
 RECIPES = {
     "mxfp8": Recipe(scaling="mxfp8"),

@@ -2,10 +2,10 @@ import pytest
 import torch
 
 from moecore.kernels.grouped.cooperative import cooperative_activation, cooperative_gemm
-from moecore.kernels.grouped.gemm import grouped_gemm_activation_ref, grouped_gemm_ref
 from moecore.kernels.grouped.skeleton import Addend
 from moecore.kernels.rows.activation import ActivationOptions, weighted_activation_ref
 from moecore.kernels.rows.row_tiles import map_row_tiles
+from tests.kernels.grouped.oracle import grouped_gemm_activation_ref, grouped_gemm_ref
 from tests.kernels.grouped.test_grouped_gemm import check
 from tests.kernels.row_cases import COUNTS, KINDS, SIZES, make, randn
 

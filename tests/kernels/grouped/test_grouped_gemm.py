@@ -2,14 +2,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.kernels.grouped.gemm import (
-    grouped_gemm,
-    grouped_gemm_activation,
-    grouped_gemm_activation_ref,
-    grouped_gemm_ref,
-)
+from moecore.kernels.grouped.gemm import grouped_gemm, grouped_gemm_activation
 from moecore.kernels.rows.activation import GATED_KINDS, ActivationOptions
 from tests.helpers.grids import grid
+from tests.kernels.grouped.oracle import grouped_gemm_activation_ref, grouped_gemm_ref
 
 # Rows of each expert: empty ones, one row, one expert, primes, tiles that are just full.
 COUNTS = {

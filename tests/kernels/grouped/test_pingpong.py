@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from moecore.kernels.grouped.gemm import grouped_gemm_ref
 from moecore.kernels.grouped.pingpong import CLEARED_ROWS, pingpong_activation_bwd
 from moecore.kernels.grouped.skeleton import Addend
 from moecore.kernels.rows.activation import ActivationOptions, weighted_activation_bwd_ref
 from tests.helpers.grids import grid
+from tests.kernels.grouped.oracle import grouped_gemm_ref
 from tests.kernels.grouped.test_grouped_gemm import check
 from tests.kernels.row_cases import COUNTS, KINDS, SIZES, make, randn
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import INTERPRET
 from moecore.kernels.grouped import scaled_rows as sr
 from moecore.kernels.grouped.scaled import mixed_format_gemm, mixed_format_wgrad
 from moecore.kernels.rows.scaling import DTYPES, Blocks, OperandPair
+from moecore.kernels.triton_api import INTERPRET
 
 COUNTS = [
     5,

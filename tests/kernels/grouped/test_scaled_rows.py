@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import INTERPRET
 from moecore.kernels.grouped import scaled_rows
 from moecore.kernels.rows.scaling import Blocks, OperandPair
+from moecore.kernels.triton_api import INTERPRET
 
 pytest.importorskip("triton", reason="kernels are compared with their references")
 COUNTS = [[5, 0, 135, 1, 0, 20], [0, 0, 3], [0], [40]]  # rows of experts

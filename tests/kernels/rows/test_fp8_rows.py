@@ -2,7 +2,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import INTERPRET
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.packed import (
     count_packed_bytes,
@@ -13,6 +12,7 @@ from moecore.kernels.rows.packed import (
     view_packed_rows,
 )
 from moecore.kernels.rows.record import Rows
+from moecore.kernels.triton_api import INTERPRET
 from tests.kernels.rows.test_quantised import DTYPES, values_of
 
 DIMS = [16, 128, 144, 2048, 2896, 7168]

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import INTERPRET
 from moecore.kernels.grouped.scaled_rows import pad_rows
 from moecore.kernels.meta import record_launches_on_meta
 from moecore.kernels.rows import microscaled
@@ -17,6 +16,7 @@ from moecore.kernels.rows.microscaling import (
     unpack_matrices,
 )
 from moecore.kernels.rows.scaling import Blocks, OperandPair
+from moecore.kernels.triton_api import INTERPRET
 from tests.helpers.grids import grid
 from tests.kernels.conftest import check_without_host
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import INTERPRET
 from moecore.kernels.rows import quantised as q
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.packed import pack_rows, view_packed_rows
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.row_tiles import RowTiles, map_row_tiles
 from moecore.kernels.rows.scaling import Blocks
+from moecore.kernels.triton_api import INTERPRET
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 COUNTS = {

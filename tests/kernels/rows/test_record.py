@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from moecore.kernels.common import INTERPRET
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.quantised import quantise_rows
 from moecore.kernels.rows.record import Rows, widen_rows
+from moecore.kernels.triton_api import INTERPRET
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import INTERPRET
 from moecore.kernels.rows.rotary import rotary, rotary_ref
+from moecore.kernels.triton_api import INTERPRET
 
 DTYPES = [torch.float32, torch.float16] if INTERPRET else [torch.float32, torch.bfloat16]
 SHAPES = [(2, 5, 3, 8, 0), (1, 7, 1, 64, 0), (2, 3, 4, 6, 10), (3, 1, 2, 2, 1), (1, 0, 2, 4, 0)]

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from moecore.kernels.common import INTERPRET
 from moecore.kernels.rows.scaled_cast import scaled_cast, scaled_cast_ref
+from moecore.kernels.triton_api import INTERPRET
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TARGETS = DTYPES[:2] if INTERPRET else DTYPES  # the interpreter cuts to bf16 instead of rounding

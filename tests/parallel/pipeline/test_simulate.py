@@ -6,6 +6,7 @@ from moecore.parallel.pipeline.layout import LayoutCosts, balanced_layout, even_
 from moecore.parallel.pipeline.orders import Overlap
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.parallel.pipeline.timeline import Costs, simulate
+from tests.parallel.pipeline.costs import sum_stages
 
 
 def bubble(name: Any, pp: int, chunks: int, number: int, **times: float) -> float:
@@ -71,16 +72,16 @@ def test_layouts_of_deepseek_v3(name: Any, text: str, pp: int, number: int) -> N
     layout = parse_layout(text, num_layers=61, num_mtp_layers=1)
     chunks = layout.chunks(pp)
     assert chunks == 4
-    stages = DEEPSEEK.sum_stages(layout)
+    stages = sum_stages(DEEPSEEK, layout)
     schedule = make_schedule(name, pp=pp, chunks=chunks, num_micro_batches=number)
     timeline = simulate(schedule, Costs.from_forward(stages))
     closed = 3 * max(stages) * (number * chunks + pp - 1)
     assert timeline.makespan == pytest.approx(closed, rel=0.03) and timeline.makespan <= closed
     even = even_layout(61, num_stages=4 * pp, num_mtp_layers=1)
-    other = simulate(schedule, Costs.from_forward(DEEPSEEK.sum_stages(even)))
+    other = simulate(schedule, Costs.from_forward(sum_stages(DEEPSEEK, even)))
     assert other.makespan > 1.05 * timeline.makespan
     balanced = balanced_layout(DEEPSEEK, num_stages=4 * pp)
-    best = simulate(schedule, Costs.from_forward(DEEPSEEK.sum_stages(balanced)))
+    best = simulate(schedule, Costs.from_forward(sum_stages(DEEPSEEK, balanced)))
     assert best.makespan <= closed
 
 

@@ -15,8 +15,6 @@ Backward all-gathers keys and values again, because forward saves only the local
 Source: context parallelism of Llama 3 (arXiv:2407.21783).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,8 +10,6 @@ With several tensors, the reordering of one overlaps the all-to-all of the next.
 Source: DeepSpeed-Ulysses (arXiv:2309.14509).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -21,8 +21,6 @@ the chunks. Autograd differentiates all of it.
 Source: LASP-2 (arXiv:2502.07563), with the transitions of the delta rule.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -1,7 +1,5 @@
 """`FSDPOptions`: how `parallelize_moe` shards, all-gathers and reduces parameters."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`IndexerConfig`: how the indexers of sparse attention are trained."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -3,11 +3,9 @@
 Construction checks types, ranges and the relations of fields (`fields.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, TypedDict, get_args
+from typing import Annotated, Literal, Self, TypedDict, get_args
 
 from torch import Tensor
 
@@ -328,7 +326,7 @@ class MoEConfig(CheckedRecord):
             relation = f"go with top_k ({self.top_k}) < {self._num_candidates_text}: drop it"
             yield "balance.bias_update", relation
 
-    def by_token_id(self, vocab_size: int) -> MoEConfig:
+    def by_token_id(self, vocab_size: int) -> Self:
         """Return a copy with assignment "hash": `vocab_size` table rows, no bias and no groups."""
         return replace(
             self,

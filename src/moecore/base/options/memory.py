@@ -1,7 +1,5 @@
 """`MemoryOptions`: activations that are recomputed in backward or offloaded to host memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 

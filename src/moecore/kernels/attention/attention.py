@@ -8,8 +8,6 @@
 The first module whose `find_problem` returns None is used. Letters and notes: `contract.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

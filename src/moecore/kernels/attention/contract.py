@@ -22,8 +22,6 @@ Note "nothing seen": a query that sees no key has o = 0, lse = -inf and no gradi
 Source: attention sinks as of gpt-oss (arXiv:2508.10925).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 

@@ -4,8 +4,6 @@ cuDNN's `lse` is fp32 [B, H, T, 1], contiguous. The operators are private: their
 torch 2.13.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -9,8 +9,6 @@ private: their arguments are of torch 2.13.
 Source: arXiv:2307.08691.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -7,8 +7,6 @@ functions are private: their arguments are of 4.0.0b36, and a release without th
 Source: arXiv:2407.08608, the algorithm on Hopper.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import warnings

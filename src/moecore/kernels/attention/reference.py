@@ -6,8 +6,6 @@ scores per head. Under batch invariance documents are computed one by one, with 
 GPU. Letters as in `contract.py`, and g = H / h.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace

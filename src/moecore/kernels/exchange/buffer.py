@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, next_power_of_2, tl
+from moecore.kernels.common import cdiv, next_power_of_2
+from moecore.kernels.triton_api import tl
 
 SUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROW_ALIGNMENT = 16  # a row's bytes are a multiple of this

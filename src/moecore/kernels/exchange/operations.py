@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import can_use_kernel, device_of, launch, next_power_of_2, tl, triton
+from moecore.kernels.common import can_use_kernel, device_of, launch, next_power_of_2
 from moecore.kernels.exchange.buffer import (
     AT_ROWS,
     AT_WEIGHTS,
@@ -53,6 +53,7 @@ from moecore.kernels.exchange.rows import (
 )
 from moecore.kernels.exchange.slots import copy_to_slots, list_pair_slots, list_row_slots, push_sums
 from moecore.kernels.exchange.tiles import RowFormat, compute_list_size, make_exchange_constants
+from moecore.kernels.triton_api import tl, triton
 
 Half = Literal["both", "push", "receive"]
 

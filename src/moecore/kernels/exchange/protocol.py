@@ -14,8 +14,8 @@ A receiver acquires at system scope, passes a barrier, and loads past the L1 cac
 Letters: T local tokens, G ranks, K choices per token.
 """
 
-from moecore.kernels.common import tl, triton
 from moecore.kernels.exchange.buffer import AT_FLAGS, ERROR, ERROR_BEFORE, FINISHED, OPERATION
+from moecore.kernels.triton_api import tl, triton
 
 
 @triton.jit

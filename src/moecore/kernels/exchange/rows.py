@@ -9,8 +9,8 @@ per token. A pair is a token of the chunk and a rank.
 
 from typing import Any, NamedTuple
 
-from moecore.kernels.common import tl, triton
 from moecore.kernels.exchange.buffer import AT_IDS, AT_ROWS, AT_WEIGHTS
+from moecore.kernels.triton_api import tl, triton
 
 
 class RowChunk(NamedTuple):

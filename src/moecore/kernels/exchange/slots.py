@@ -12,9 +12,9 @@ Letters: C max_tokens, G ranks, S = G * C source rows, R expert rows, D columns,
 row. WIDTH is the list's rows. A pair is a token of the chunk and a rank.
 """
 
-from moecore.kernels.common import tl, triton
 from moecore.kernels.exchange.buffer import AT_ROWS
 from moecore.kernels.exchange.rows import locate_pairs
+from moecore.kernels.triton_api import tl, triton
 
 
 @triton.jit

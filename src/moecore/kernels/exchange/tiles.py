@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from moecore.kernels.common import INTERPRET, cdiv, next_power_of_2
+from moecore.kernels.common import cdiv, next_power_of_2
 from moecore.kernels.exchange.buffer import MAX_RANKS, ExchangeLayout
+from moecore.kernels.triton_api import INTERPRET
 
 TILE_BYTES_PER_WARP = 32 * 8 * 16  # eight 16-byte accesses in flight per thread
 ENOUGH_BYTES = 2 << 20  # in flight from one rank: 300 GB/s for seven microseconds

@@ -3,11 +3,9 @@
 Letters: as in `contract.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -66,7 +64,7 @@ class SavedState:
         dtype: torch.dtype,
         quantised: tuple[OperandPair, OperandPair] | None = None,
         magnitudes: Magnitudes | None = None,
-    ) -> SavedState:
+    ) -> Self:
         """Rebuild the state from the result of `list_saved_tensors`; matmuls compute in `dtype`."""
         x, x_scales, h, h_scales, w1_eCD, w2_eDF, *tail = tensors
         matrices: Any = dict(w1_eCD=w1_eCD, w2_eDF=w2_eDF)

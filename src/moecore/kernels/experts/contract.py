@@ -4,11 +4,9 @@ Letters: S source rows, R expert rows (one per source row and local expert), e e
 F hidden dim, C columns of FC1 (2F for gated activations, otherwise F), K choices per source row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, Self, get_args
 
 import torch
 from torch import Tensor
@@ -142,7 +140,7 @@ class ExpertWeights:
         """Return LoRA matrices [A of w1, B of w1, A of w2, B of w2]; None without a LoRA update."""
         return (*(self.update1 or (None, None)), *(self.update2 or (None, None)))
 
-    def replace_updates(self, updates: Sequence[Any]) -> ExpertWeights:
+    def replace_updates(self, updates: Sequence[Any]) -> Self:
         """Return a copy with other LoRA matrices, in the order of `list_updates()`."""
         update1, update2 = (
             None if pair[0] is None else LowRankUpdate(*pair) for pair in (updates[:2], updates[2:])
@@ -255,7 +253,7 @@ class ExpertSpec:
         weights: ExpertWeights,
         activation: ActivationOptions,
         recipe: Recipe | None = None,
-    ) -> ExpertSpec:
+    ) -> Self:
         """Return the spec of weights; if a recipe is given, `dtypes` has only the rows' dtype."""
         w1_eCD, w2_eDF = weights.w1_eCD, weights.w2_eDF
         of_weights = () if recipe is not None else (w1_eCD.dtype, w2_eDF.dtype)

@@ -17,8 +17,6 @@ Source: Megatron-Core's memory-efficient permutation (arXiv:2603.07685), which a
 before FC2.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

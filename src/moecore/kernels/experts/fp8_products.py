@@ -9,8 +9,6 @@ multiplied unchanged. Low-rank updates are computed in the dtype of the rows, fr
 from A, dY and dH before these are quantised. Letters: as in `contract.py`; t row tiles.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import NamedTuple
 

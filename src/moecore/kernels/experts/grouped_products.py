@@ -8,8 +8,6 @@
 Letters: as in `contract.py`.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 from torch import Tensor

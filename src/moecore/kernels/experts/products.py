@@ -1,7 +1,5 @@
 """The choice of an implementation of `Products` for experts, by a backend's name and a recipe."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

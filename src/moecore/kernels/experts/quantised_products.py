@@ -11,8 +11,6 @@ first. The layers of these recipes are slower than those of "blockwise".
 Letters: as in `contract.py`; P expert rows, each expert's padded with zeros to full blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any, NamedTuple

@@ -10,8 +10,6 @@ saturates them; infinities of matrices do not.
 Letters: as in `contract.py`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

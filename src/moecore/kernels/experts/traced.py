@@ -6,8 +6,6 @@ are read by name.
 Letters: as in `contract.py`.
 """
 
-from __future__ import annotations
-
 import re
 from collections import namedtuple
 from dataclasses import fields

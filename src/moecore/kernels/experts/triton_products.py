@@ -9,14 +9,12 @@ faster. A gather moves R * D elements whatever F is; the product that it speeds 
 Letters: as in `contract.py`.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import INTERPRET, has_hopper_kernels
+from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.experts.base_products import Products
 from moecore.kernels.experts.contract import (
     ExpertSpec,
@@ -37,6 +35,7 @@ from moecore.kernels.rows.move import gather_used_rows
 from moecore.kernels.rows.packed import gather_packed_rows
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.row_tiles import RowTiles, map_row_tiles
+from moecore.kernels.triton_api import INTERPRET
 
 Use = Literal["fc1", "recompute", "dy", "wgrad"]  # of source rows
 

@@ -17,28 +17,20 @@ persistent as in `gemm.py`. Bytes that `block_scaled_gemm` moves at least: (R + 
 + 1 / B) + 2 * R * N; 2 * R * N * K floating-point operations.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import (
-    count_sms,
-    has_torch_mxfp8,
-    launch,
-    next_power_of_2,
-    tl,
-    triton,
-)
+from moecore.kernels.common import count_sms, has_torch_mxfp8, launch, next_power_of_2
 from moecore.kernels.grouped.torch_mxfp8 import mxfp8_gemm, mxfp8_wgrad
 from moecore.kernels.grouped.wgrad import scale_and_store_grad
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.microscaled_kernel import compute_nvfp4_tensor_scale
 from moecore.kernels.rows.row_tiles import count_row_tiles, locate_tile
 from moecore.kernels.rows.scaling import Blocks
+from moecore.kernels.triton_api import tl, triton
 
 NUM_WARPS = 8
 BYTES_K = 128  # of one step along the summed dim

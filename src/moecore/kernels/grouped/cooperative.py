@@ -28,18 +28,7 @@ from functools import cache
 
 from torch import Tensor
 
-from moecore.kernels.common import (
-    count_sms,
-    gl,
-    gluon,
-    hopper,
-    launch,
-    make_gluon_descriptor,
-    split_halves,
-    thread_barrier,
-    tma_load,
-    tma_store,
-)
+from moecore.kernels.common import count_sms, launch, make_gluon_descriptor, split_halves
 from moecore.kernels.grouped.skeleton import (
     HAS_FEW_REGISTERS,
     Addend,
@@ -58,6 +47,7 @@ from moecore.kernels.grouped.skeleton import (
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.activation_kernel import activate
 from moecore.kernels.rows.row_tiles import BLOCK_M, RowTiles
+from moecore.kernels.triton_api import gl, gluon, hopper, thread_barrier, tma_load, tma_store
 
 BLOCK_N, BLOCK_K, STAGES = 256, 64, 3
 GROUP_M = 8  # row tiles that share weights in L2

@@ -14,8 +14,6 @@ the output once.
 Other devices run the references, which differ only in the order in which fp32 terms are added.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

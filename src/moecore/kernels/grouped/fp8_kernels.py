@@ -18,16 +18,6 @@ of `fp8_wgrad` is one row tile: 128 rows of an expert are the summed dim.
 
 from typing import Any, NamedTuple
 
-from moecore.kernels.common import (
-    async_load,
-    gl,
-    gluon,
-    hopper,
-    thread_barrier,
-    tl,
-    tma_load,
-    tma_store,
-)
 from moecore.kernels.grouped.skeleton import (
     HAS_FEW_REGISTERS,
     Ring,
@@ -45,6 +35,16 @@ from moecore.kernels.grouped.skeleton import (
     store_weight_block,
     wait_for_stage,
     wait_for_staging_buffer,
+)
+from moecore.kernels.triton_api import (
+    async_load,
+    gl,
+    gluon,
+    hopper,
+    thread_barrier,
+    tl,
+    tma_load,
+    tma_store,
 )
 
 

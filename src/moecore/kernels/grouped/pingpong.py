@@ -33,21 +33,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import (
-    async_load,
-    cdiv,
-    count_sms,
-    gl,
-    gluon,
-    hopper,
-    launch,
-    make_gluon_descriptor,
-    split_halves,
-    thread_barrier,
-    tl,
-    tma_load,
-    triton,
-)
+from moecore.kernels.common import cdiv, count_sms, launch, make_gluon_descriptor, split_halves
 from moecore.kernels.grouped.skeleton import (
     Addend,
     GroupedConstants,
@@ -62,6 +48,16 @@ from moecore.kernels.grouped.skeleton import (
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.activation_kernel import activate_with_gradients
 from moecore.kernels.rows.row_tiles import BLOCK_M, RowTiles
+from moecore.kernels.triton_api import (
+    async_load,
+    gl,
+    gluon,
+    hopper,
+    thread_barrier,
+    tl,
+    tma_load,
+    triton,
+)
 
 BLOCK_N, BLOCK_K, STAGES = 128, 64, 5
 GROUP_M = {False: 4, True: 8}  # row tiles that share weights in L2, without and with a gather

@@ -16,24 +16,20 @@ grids are persistent as in `gemm.py`, whose order of tiles `mixed_format_gemm` h
 least: each operand and the output once; 2 * R * N * K floating-point operations.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from moecore.base.torch_private import scaled_grouped_mm, skips_communication
 from moecore.kernels.common import (
-    INTERPRET,
     can_use_kernel,
     count_sms,
     iterate_expert_slices,
     launch,
     next_power_of_2,
-    tl,
-    triton,
 )
 from moecore.kernels.rows.row_tiles import count_row_tiles, locate_tile
 from moecore.kernels.rows.scaling import ALIGNED, Blocks
+from moecore.kernels.triton_api import INTERPRET, tl, triton
 
 PROGRAM = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128, "STAGES": 4, "num_warps": 8}
 SMALL = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 32, "STAGES": 1, "num_warps": 4}  # interpreted

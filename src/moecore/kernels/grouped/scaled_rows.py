@@ -18,22 +18,12 @@ padded to a multiple of 16. Bytes moved with b per element: R * D * (b + 1 per o
 b again for the largest magnitudes.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import (
-    INTERPRET,
-    can_use_kernel,
-    cdiv,
-    launch,
-    next_power_of_2,
-    tl,
-    triton,
-)
+from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2
 from moecore.kernels.rows.cast import (
     choose_amax_ref,
     compute_amax_parts,
@@ -67,6 +57,7 @@ from moecore.kernels.rows.scaling import (
     quantise_ref,
     update_amax_ref_,
 )
+from moecore.kernels.triton_api import INTERPRET, tl, triton
 
 NUM_WARPS = 8
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from moecore.kernels.common import TRITON, gl, gluon, hopper, thread_barrier, tma_store
 from moecore.kernels.rows.activation_kernel import ActivationConstants
 from moecore.kernels.rows.row_tiles import MAP_FIELDS
+from moecore.kernels.triton_api import TRITON, gl, gluon, hopper, thread_barrier, tma_store
 
 FIELDS = gl.constexpr(MAP_FIELDS)
 HAS_FEW_REGISTERS = gl.constexpr(TRITON >= (3, 9))  # Triton 3.9 uses more of them

@@ -16,8 +16,6 @@ Letters: R expert rows (length), e experts, M and N rows of an output, K the sum
 of scales (K / 32), W rows with each expert's padded to full blocks.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

@@ -27,17 +27,11 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from moecore.kernels.common import (
-    async_load,
     count_sms,
-    gl,
-    gluon,
     has_hopper_kernels,
-    hopper,
     launch,
     make_gluon_descriptor,
     split_halves,
-    thread_barrier,
-    tma_load,
 )
 from moecore.kernels.grouped.skeleton import (
     GroupedConstants,
@@ -54,6 +48,7 @@ from moecore.kernels.grouped.skeleton import (
     wait_for_stage,
 )
 from moecore.kernels.rows.scaled_cast import scaled_cast
+from moecore.kernels.triton_api import async_load, gl, gluon, hopper, thread_barrier, tma_load
 
 BLOCK_M, BLOCK_N, BLOCK_K, CONSUMER_WARPS = 128, 256, 64, 8
 CONST = GroupedConstants(

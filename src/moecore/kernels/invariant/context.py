@@ -7,8 +7,6 @@ array by other code. Fused norms and softmax are batch-invariant in torch. Backw
 context uses the same products, and a recomputed forward has the bits of the first forward.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -8,8 +8,6 @@ and one program sums all of K in order.
 Bytes moved at least: B * (MK + KN + MN) elements; 2 * B * M * N * K floating-point operations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -17,16 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import (
-    INTERPRET,
-    KERNEL_DTYPES,
-    can_use_kernel,
-    cdiv,
-    launch,
-    next_power_of_2,
-    tl,
-    triton,
-)
+from moecore.kernels.common import KERNEL_DTYPES, can_use_kernel, cdiv, launch, next_power_of_2
+from moecore.kernels.triton_api import INTERPRET, tl, triton
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
 

@@ -5,7 +5,7 @@ has a first token at or after this end. Tokens after a document have zeros for q
 With PER_DIM, h is H, decays are [T, H, k], and queries and keys are multiplied by decays already.
 """
 
-from moecore.kernels.common import tl, triton
+from moecore.kernels.triton_api import tl, triton
 
 
 @triton.jit

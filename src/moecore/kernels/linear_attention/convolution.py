@@ -25,9 +25,8 @@ from moecore.kernels.common import (
     cdiv,
     disable_autocast,
     launch_or_record,
-    tl,
-    triton,
 )
+from moecore.kernels.triton_api import tl, triton
 from moecore.kernels.zigzag import find_document_ids, get_shared_table
 
 TILE = dict(BLOCK_T=32, BLOCK_D=64)

@@ -10,13 +10,13 @@ No exponent is positive, so no factor overflows. Factors are rounded to the dtyp
 nearly equal, the gradient of beta is therefore less exact than with a decay per head.
 """
 
-from moecore.kernels.common import tl, triton
 from moecore.kernels.linear_attention.chunked_kernel import (
     invert,
     load_columns,
     load_rows,
     store_rows,
 )
+from moecore.kernels.triton_api import tl, triton
 
 
 @triton.jit

@@ -23,13 +23,12 @@ from moecore.kernels.common import (
     count_sms,
     launch,
     next_power_of_2,
-    tl,
-    triton,
     warn_on_fallback,
 )
 from moecore.kernels.ops import Op, make_setup_context
 from moecore.kernels.routing.counts import MAX_EXPERTS, check_padding_mask, view_mask_as_bytes
 from moecore.kernels.routing.scores import compute_scores_ref, compute_sqrtsoftplus
+from moecore.kernels.triton_api import tl, triton
 
 
 def balance_statistics_ref(
@@ -272,9 +271,7 @@ _balance_statistics = Op(
     setup_context=make_setup_context(slice(2), slice(3, 4)),
     backward=lambda ctx, *grads: (
         _balance_statistics_bwd(*ctx.saved_tensors, *grads, *ctx.others),
-        None,
-        None,
-        None,
+        *[None] * 3,
     ),
 )
 

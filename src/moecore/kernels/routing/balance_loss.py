@@ -10,16 +10,10 @@ only on shapes, so equal inputs give equal bits.
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import (
-    can_use_kernel,
-    launch,
-    next_power_of_2,
-    tl,
-    triton,
-    warn_on_fallback,
-)
+from moecore.kernels.common import can_use_kernel, launch, next_power_of_2, warn_on_fallback
 from moecore.kernels.ops import Op, make_setup_context
 from moecore.kernels.routing.counts import MAX_EXPERTS
+from moecore.kernels.triton_api import tl, triton
 
 
 def balance_loss_ref(
@@ -214,9 +208,7 @@ _balance_loss = Op(
     setup_context=make_setup_context(slice(2, 4), slice(4, 5)),
     backward=lambda ctx, dlosses: (
         *_balance_loss_bwd(dlosses, *ctx.saved_tensors, *ctx.others),
-        None,
-        None,
-        None,
+        *[None] * 3,
     ),
 )
 

@@ -17,15 +17,14 @@ One launch of one program, and one launch over the choices; no host sync.
 Source: ECHO, https://arxiv.org/abs/2603.07685, section 4.3.7 (the idea; the rule is simpler).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2, tl, triton
+from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2
 from moecore.kernels.rows.index import build_index
+from moecore.kernels.triton_api import tl, triton
 
 BLOCK = 1024  # choices of one program
 

@@ -12,16 +12,9 @@ are summed over ranks and micro-batches of a step.
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import (
-    can_use_kernel,
-    cdiv,
-    launch,
-    next_power_of_2,
-    tl,
-    triton,
-    warn_on_fallback,
-)
+from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2, warn_on_fallback
 from moecore.kernels.ops import Op
+from moecore.kernels.triton_api import tl, triton
 
 # Bins of a program's histogram, and (balance.py) a row of a tile; more use the references.
 MAX_EXPERTS = 1024

@@ -15,8 +15,9 @@ backward: eval and no_grad have no launch.
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2, tl, triton
+from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2
 from moecore.kernels.routing.scores import compute_scores_ref, load_token_scores
+from moecore.kernels.triton_api import tl, triton
 
 UNIT = 2.0**-24  # nats
 TILE = 4096  # logits of a program of 4 warps, which holds whole rows

@@ -14,8 +14,9 @@ bytes, and does T * E atomic adds in L2. Another computes the quantiles of any n
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2, tl, triton
+from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2
 from moecore.kernels.routing.scores import compute_scores_ref, load_token_scores
+from moecore.kernels.triton_api import tl, triton
 
 NUM_BINS = 1000
 TILE = 1024  # logits of one warp, which holds whole rows

@@ -4,13 +4,13 @@ Letters: T tokens, E experts, K experts per token, G expert groups of S experts;
 BLOCK_T tokens, and P marks a size up to a power of two.
 """
 
-from moecore.kernels.common import tl, triton
 from moecore.kernels.routing.scores import (
     compute_exp,
     compute_scores,
     compute_scores_of_rows,
     sum_rows,
 )
+from moecore.kernels.triton_api import tl, triton
 
 # The kernel compares int32 keys that sort like the floats, so that equal floats tie exactly: -0.0
 # is 0.0, every NaN is one value above infinity, and -2**31, which no float has, marks columns that

@@ -17,18 +17,16 @@ from torch import Tensor
 
 from moecore.base.torch_private import is_in_forward_mode
 from moecore.kernels.common import (
-    INTERPRET,
     can_use_kernel,
     cdiv,
     count_sms,
     disable_autocast,
     launch,
     next_power_of_2,
-    tl,
-    triton,
 )
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.scaling import round_up
+from moecore.kernels.triton_api import INTERPRET, tl, triton
 
 # Tensor cores truncate the terms that they add to an accumulator (Source: arXiv:2203.03341), so
 # each step of 16 terms moves a sum towards zero. Simulated in fp64, the relative error of 2048

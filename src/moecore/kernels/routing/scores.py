@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.kernels.common import tl, triton
+from moecore.kernels.triton_api import tl, triton
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 

@@ -3,8 +3,9 @@
 from functools import cache
 from typing import NamedTuple
 
-from moecore.kernels.common import next_power_of_2, tl, triton
+from moecore.kernels.common import next_power_of_2
 from moecore.kernels.rows.row_tiles import mask_rows_in_use
+from moecore.kernels.triton_api import tl, triton
 
 # Output elements of one program and loop step; the backward keeps five operands in registers.
 FWD_TILE = 2048

@@ -17,8 +17,6 @@ k of the transposed one. Bytes moved with b per element: T * D * (b + 1 per oper
 and T * D * b again if a kernel computes the largest magnitudes.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any, NamedTuple
@@ -27,14 +25,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.torch_private import is_plain_eager
-from moecore.kernels.common import (
-    INTERPRET,
-    KERNEL_DTYPES,
-    can_use_kernel,
-    cdiv,
-    launch,
-    next_power_of_2,
-)
+from moecore.kernels.common import KERNEL_DTYPES, can_use_kernel, cdiv, launch, next_power_of_2
 from moecore.kernels.ops import Op, is_plain
 from moecore.kernels.rows.cast_kernel import (
     amax_kernel,
@@ -57,6 +48,7 @@ from moecore.kernels.rows.scaling import (
     round_up,
     update_amax_ref_,
 )
+from moecore.kernels.triton_api import INTERPRET
 
 PROGRAM = {"num_warps": 8, "maxnreg": 128}  # two programs on a multiprocessor
 WIDE_PROGRAM = {"num_warps": 8}  # where that would spill

@@ -1,8 +1,8 @@
 """The kernels of `cast.py`, and device functions for `grouped/scaled_rows.py`; e matrices."""
 
-from moecore.kernels.common import tl, triton
 from moecore.kernels.rows.e4m3 import INTERPRETED, abs_without_nan, compute_block_scale, encode_e4m3
 from moecore.kernels.rows.row_tiles import load_expert_ranges
+from moecore.kernels.triton_api import tl, triton
 
 
 @triton.jit

@@ -10,7 +10,7 @@ operations, and so do packed rows, which GPUs of any age receive.
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import INTERPRET, tl, triton
+from moecore.kernels.triton_api import INTERPRET, tl, triton
 
 BLOCK = 128  # elements of one scale along the summed dim
 FP8 = torch.float8_e4m3fn

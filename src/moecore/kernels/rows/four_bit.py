@@ -15,8 +15,6 @@ Source: NF4 arXiv:2305.14314, with the codes and the packing of bitsandbytes; MX
 Microscaling Formats specification v1.0, packed as gpt-oss publishes it; NVFP4 arXiv:2509.25149.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cache
@@ -25,11 +23,12 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import FrozenFormat
-from moecore.kernels.common import can_use_kernel, cdiv, launch, tl, triton
+from moecore.kernels.common import can_use_kernel, cdiv, launch
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.e4m3 import FP8, from_e4m3
 from moecore.kernels.rows.e4m3 import MAX as MAX_E4M3
 from moecore.kernels.rows.scaling import Blocks
+from moecore.kernels.triton_api import tl, triton
 
 GROUPS_PER_PROGRAM = 64
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import can_use_kernel, launch, tl, triton
+from moecore.kernels.common import can_use_kernel, launch
+from moecore.kernels.triton_api import tl, triton
 
 BLOCK_IDS = 512  # entries of a table that a program takes at once: few, or predicates are spilled
 NUM_WARPS = 8

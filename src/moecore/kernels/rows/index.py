@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2, tl, triton
+from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2
 from moecore.kernels.ops import Op
+from moecore.kernels.triton_api import tl, triton
 
 BLOCK_N = 128  # pairs of one program; place compares all pairs of a block with each other
 BLOCK_B = 2048  # blocks of pairs that scan takes at once

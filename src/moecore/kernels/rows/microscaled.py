@@ -13,8 +13,6 @@ Letters: T rows of x, M rows of an operand, K columns, e experts, N rows of a ma
 with b per element: M * K * (b + 2), and M * K * b again for the largest magnitudes.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from math import prod

@@ -11,14 +11,12 @@ h: 2F of an activation with a gate, otherwise F. Bytes read and written per row,
 of h and v per quantised value: forward C * b + F * v, backward (C + F) * b + (2C + F) * v.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, launch, tl, triton
+from moecore.kernels.common import cdiv, launch
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.activation_kernel import activate_with_gradients
 from moecore.kernels.rows.e4m3 import (
@@ -32,6 +30,7 @@ from moecore.kernels.rows.microscaling import FORWARD, PACKED_FORWARD, get_emula
 from moecore.kernels.rows.quantised_activation import SUM_ROWS, sum_parts_kernel
 from moecore.kernels.rows.row_tiles import mask_rows_in_use
 from moecore.kernels.rows.scaling import Blocks
+from moecore.kernels.triton_api import tl, triton
 
 PROGRAM = {"B": 64, "num_warps": 4}  # 16 elements per thread
 SIZE = 32  # elements of a block

@@ -8,9 +8,9 @@ Divisions are IEEE's (`div_rn`), as PyTorch's. A product that is added to is exa
 may fuse both operations without changing a bit.
 """
 
-from moecore.kernels.common import tl, triton
 from moecore.kernels.rows.e4m3 import abs_without_nan, compute_block_scale, from_e4m3, to_e4m3
 from moecore.kernels.rows.microscaling import SEED, SIGNS
+from moecore.kernels.triton_api import tl, triton
 
 SIGN_BITS, FIRST_DRAW = tl.constexpr(SIGNS), tl.constexpr(SEED)
 VALUES, PACKED_ROWS, PACKED_COLUMNS = (tl.constexpr(i) for i in range(3))  # what is stored

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import can_use_kernel, cdiv, launch, tl, triton
+from moecore.kernels.common import can_use_kernel, cdiv, launch
 from moecore.kernels.rows.e4m3 import (
     FP8,
     abs_without_nan,
@@ -40,6 +40,7 @@ from moecore.kernels.rows.microscaling import (
     quantise_nvfp4,
     unpack_e2m1,
 )
+from moecore.kernels.triton_api import tl, triton
 
 COLUMNS, NUM_WARPS = 1024, 4  # of one step of a program, which has one row
 

@@ -30,8 +30,6 @@ Source: OCP Microscaling Formats (MX) v1.0; arXiv:2506.08027 (MXFP8) for scales 
 arXiv:2509.25149 (NVFP4).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

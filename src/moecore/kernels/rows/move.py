@@ -25,11 +25,10 @@ from moecore.kernels.common import (
     device_of,
     launch,
     next_power_of_2,
-    tl,
-    triton,
 )
 from moecore.kernels.ops import Op, make_setup_context
 from moecore.kernels.rows.row_tiles import mask_rows_in_use
+from moecore.kernels.triton_api import tl, triton
 
 FILL_ROWS = 32  # expert rows that one program checks for being named by no slot
 FILL_CHOICES = 32  # slots of each of them that it holds at a time

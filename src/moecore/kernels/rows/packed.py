@@ -17,7 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2, tl, triton
+from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.e4m3 import (
     BLOCK,
@@ -29,6 +29,7 @@ from moecore.kernels.rows.e4m3 import (
 )
 from moecore.kernels.rows.move import gather_rows_ref
 from moecore.kernels.rows.scaling import quantise_ref
+from moecore.kernels.triton_api import tl, triton
 
 ROW_BYTES = 16  # of which packed rows are multiples
 PACKED_DTYPE = torch.uint8

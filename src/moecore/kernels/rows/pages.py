@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2, tl, triton
+from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2
 from moecore.kernels.rows.free_list import (
     BLOCK_IDS,
     NONE,
@@ -27,6 +27,7 @@ from moecore.kernels.rows.free_list import (
     take_pages,
     take_pages_ref,
 )
+from moecore.kernels.triton_api import tl, triton
 
 MAX_MATRICES = 4  # of a table
 PROGRAMS = 64  # of a copy: about half of an H200's multiprocessors, beside other work

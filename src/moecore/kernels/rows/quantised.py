@@ -18,8 +18,6 @@ Letters: S source rows, R expert rows (length), D K C columns, B = K / 128 block
 128 rows of one expert (`rows/row_tiles.py`), e experts, N rows of a matrix.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

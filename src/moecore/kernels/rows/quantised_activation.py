@@ -16,12 +16,10 @@ F, and C to write h in FP8; backward C * b + F * b + C + F. The scales add 1/32 
 the parts of dweights 1/16 of F.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import can_use_kernel, cdiv, launch, tl, triton
+from moecore.kernels.common import can_use_kernel, cdiv, launch
 from moecore.kernels.rows.activation import (
     ActivationOptions,
     activate_rows,
@@ -40,6 +38,7 @@ from moecore.kernels.rows.quantised_kernel import store_row_blocks
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.row_tiles import mask_rows_in_use
 from moecore.kernels.rows.scaling import Blocks
+from moecore.kernels.triton_api import tl, triton
 
 FWD_PROGRAM = {"BLOCK_R": 32, "num_warps": 4}  # 32 elements per thread
 BWD_PROGRAM = {"BLOCK_R": 16, "num_warps": 4}  # 16 elements per thread of each of three gradients

@@ -4,7 +4,6 @@ A tile of 128 rows that is transposed is four tensors of 32 rows: tensor j has t
 the four bytes of a transposed word are in one thread, and threads exchange words instead of bytes.
 """
 
-from moecore.kernels.common import tl, triton
 from moecore.kernels.rows.e4m3 import (
     abs_without_nan,
     compute_block_scale,
@@ -13,6 +12,7 @@ from moecore.kernels.rows.e4m3 import (
     transpose_e4m3_words,
 )
 from moecore.kernels.rows.row_tiles import mask_rows_in_use
+from moecore.kernels.triton_api import tl, triton
 
 
 @triton.jit

@@ -4,19 +4,18 @@ Letters: S source rows, R rows, D or C columns, B = C / 128 scales of a row. `wi
 bytes per wide element and U <= R rows in use, reads U * C * (1 + 1 / 32) and writes U * C * b.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from moecore.base.torch_private import register_dataclass
-from moecore.kernels.common import can_use_kernel, cdiv, launch, tl, triton
+from moecore.kernels.common import can_use_kernel, cdiv, launch
 from moecore.kernels.rows.e4m3 import from_e4m3
 from moecore.kernels.rows.microscaled_rows import widen_microscaled_rows
 from moecore.kernels.rows.packed import gather_packed_rows, unpack_rows, view_packed_rows
+from moecore.kernels.triton_api import tl, triton
 
 PROGRAM = {"BLOCKS": 32, "num_warps": 4}  # scales of one program: 32 elements per thread
 
@@ -41,7 +40,7 @@ class Rows:
     @classmethod
     def from_bytes(
         cls, bytes_SW: Tensor, dim: int, dtype: torch.dtype, grad_handle_SD: Tensor | None = None
-    ) -> Rows:
+    ) -> Self:
         """View bytes from `pack_rows` as FP8 rows, which `widen` dequantises to `dtype`."""
         return cls(*view_packed_rows(bytes_SW, dim), dtype, grad_handle_SD=grad_handle_SD)
 

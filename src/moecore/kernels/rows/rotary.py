@@ -14,8 +14,9 @@ Source: RoFormer (arXiv:2104.09864).
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2, tl, triton
+from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2
 from moecore.kernels.ops import Op, make_setup_context
+from moecore.kernels.triton_api import tl, triton
 
 ELEMENTS = 4096  # of one program
 NUM_WARPS = 4

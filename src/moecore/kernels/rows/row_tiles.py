@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2, tl, triton
+from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2
+from moecore.kernels.triton_api import tl, triton
 
 BLOCK_M = 128  # rows of a tile
 NO_TILE = tl.constexpr(2147483647)

@@ -7,7 +7,8 @@ and product would move 14.
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import can_use_kernel, cdiv, launch, tl, triton
+from moecore.kernels.common import can_use_kernel, cdiv, launch
+from moecore.kernels.triton_api import tl, triton
 
 BLOCK = 8192  # elements of one program
 NUM_WARPS = 8

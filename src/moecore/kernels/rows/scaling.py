@@ -34,8 +34,6 @@ of its scale NaN. If amax is given (delayed scaling), larger values saturate, an
 NaN.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple

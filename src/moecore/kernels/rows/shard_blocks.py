@@ -14,15 +14,13 @@ Example, a weight [2, 128, 256] of two experts, sharded over four ranks along it
 C = 256, and rank 1 has columns 64 to 127 of all rows, half of the first block of columns.
 """
 
-from __future__ import annotations
-
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moecore.kernels.common import can_use_kernel, cdiv, launch, tl, triton
+from moecore.kernels.common import can_use_kernel, cdiv, launch
 from moecore.kernels.rows.e4m3 import (
     BLOCK,
     FP8,
@@ -33,6 +31,7 @@ from moecore.kernels.rows.e4m3 import (
     to_e4m3,
 )
 from moecore.kernels.rows.scaling import SCALE_COLUMNS, Blocks, OperandPair, round_up
+from moecore.kernels.triton_api import tl, triton
 
 NUM_WARPS = 8  # 64 elements of fp32 per thread
 TRANSPOSE_WARPS = 4
@@ -54,7 +53,7 @@ class MatrixShard(NamedTuple):
     part_columns: int  # c
 
     @classmethod
-    def from_slice(cls, shape: torch.Size, dim: int, start: int, size: int) -> MatrixShard:
+    def from_slice(cls, shape: torch.Size, dim: int, start: int, size: int) -> Self:
         """Return the position of slice [start, start + size) of `dim` of a parameter of `shape`."""
         rows, columns = shape[:-1].numel(), shape[-1]
         if dim == len(shape) - 1:

@@ -17,13 +17,11 @@ Letters: R rows and C columns of the full weight, all matrices one below the oth
 columns of a shard. NVFP4 reads a shard three times and writes half a byte per element.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import can_use_kernel, cdiv, launch, tl, triton
+from moecore.kernels.common import can_use_kernel, cdiv, launch
 from moecore.kernels.rows.e4m3 import abs_without_nan_ref, compute_block_scale_ref
 from moecore.kernels.rows.microscaled import compute_finite_amax
 from moecore.kernels.rows.microscaled_kernel import (
@@ -36,6 +34,7 @@ from moecore.kernels.rows.microscaling import compute_nvfp4_scales, compute_tens
 from moecore.kernels.rows.microscaling import to_e2m1 as to_e2m1_ref
 from moecore.kernels.rows.scaling import quantise_ref
 from moecore.kernels.rows.shard_blocks import MatrixShard, locate_shard_tile
+from moecore.kernels.triton_api import tl, triton
 
 SQUARE = 16  # rows and columns of one scale
 TILE = {"SIDE": SQUARE, "COLUMNS": 256, "num_warps": 4}  # of one program

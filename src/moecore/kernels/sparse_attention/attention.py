@@ -14,8 +14,6 @@ support divergences, and their backward is used only if autograd need not be det
 `CHUNK_NUMBERS` limits the bytes of a chunk for any t and N.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple

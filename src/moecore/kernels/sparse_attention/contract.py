@@ -16,8 +16,6 @@ A latent of L numbers and a rotated key of r numbers represent the keys and valu
 Source: DeepSeek-V3.2-Exp (arXiv:2512.02556, section 2.1).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

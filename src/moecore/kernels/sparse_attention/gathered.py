@@ -19,25 +19,16 @@ that loads need no mask by key: such a mask would make them 2 bytes wide.
 Legend: C queries, N keys, K selected keys, H heads, l = L + R dims of a latent key.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import (
-    INTERPRET,
-    can_use_kernel,
-    cdiv,
-    launch,
-    next_power_of_2,
-    tl,
-    triton,
-)
+from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2
 from moecore.kernels.sparse_attention.hopper import (
     has_hopper_gathered_kernels,
     sm90_sparse_attention_bwd_k_kernel,
     sm90_sparse_attention_fwd_kernel,
 )
+from moecore.kernels.triton_api import INTERPRET, tl, triton
 
 HEADS = 64  # of a program: the least rows of a product on Hopper
 

@@ -6,19 +6,11 @@ adds the gradients of a tile to memory during the products of the next tile. The
 `gathered.py` explains the letters.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import (
-    async_load,
-    gl,
-    gluon,
-    has_hopper_kernels,
-    hopper,
-    thread_barrier,
-)
+from moecore.kernels.common import has_hopper_kernels
+from moecore.kernels.triton_api import async_load, gl, gluon, hopper, thread_barrier
 
 SHAPE = 128, 512, 64  # H, L and R of DeepSeek-V3.2; others were not measured
 

@@ -11,22 +11,13 @@ five times and writes only its keys.
 Legend: C queries of a chunk, S keys of a span, N keys, K keys that a query reads, h heads, i dims.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import (
-    INTERPRET,
-    can_use_kernel,
-    cdiv,
-    launch,
-    next_power_of_2,
-    tl,
-    triton,
-)
+from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2
 from moecore.kernels.sparse_attention.contract import IndexerHeads
 from moecore.kernels.sparse_attention.keys import Keys, SpanOfKeys
+from moecore.kernels.triton_api import INTERPRET, tl, triton
 
 DIMS = (16, 32, 64, 128)  # of a head: one step of a product
 SELECTING = 4  # numbers that `select_keys` allocates per query and key without its kernel

@@ -5,8 +5,6 @@ Both classes compute the same matrix products with the keys' rows of a tensor.
 Legend: C queries of a chunk, N keys, K keys that a query reads, x heads, D dims.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 
 import torch

@@ -7,8 +7,6 @@ This dispatcher is faster than all-to-all if nearly every token needs nearly eve
 because rows are not sorted before they are sent. One host sync per forward, none in backward.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -5,8 +5,6 @@ On meta the collectives return tensors of the right shapes, and nothing is sent.
 Legend: C rows of each rank, G ranks of the group, S = G * C rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

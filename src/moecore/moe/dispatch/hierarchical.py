@@ -15,8 +15,6 @@ returns them.
 Source: HybridEP in Megatron-Core has the same order of the two levels.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -14,8 +14,6 @@ rows for each token, at most K times the rows of the inner dispatcher.
 Legend: T local tokens, D dim of the rows, K choices per token.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

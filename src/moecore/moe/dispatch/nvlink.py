@@ -19,8 +19,6 @@ either these sums, or expert rows, which it sums while it sends. Expert rows sav
 of the sums, and combine's backward then receives its rows in expert order.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

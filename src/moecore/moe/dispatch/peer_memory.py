@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from moecore.base.rank_checks import gather_objects, get_host_id
 from moecore.base.torch_private import allocate_symmetric_memory
-from moecore.kernels.common import HAS_TRITON, INTERPRET
 from moecore.kernels.exchange.buffer import MAX_RANKS, NUM_WORDS, ExchangeLayout, SymmetricBuffer
 from moecore.kernels.meta import get_num_meta_peers, meta_is_gpu
+from moecore.kernels.triton_api import HAS_TRITON, INTERPRET
 
 
 def make_exchange_buffer(

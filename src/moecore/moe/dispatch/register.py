@@ -1,7 +1,5 @@
 """`register_dispatcher`: gives a user's dispatcher a name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from moecore.base.fields import check_arguments

@@ -3,8 +3,6 @@
 Legend: T local tokens, K experts per token, P expert blocks (ep), G destinations, M rows to send.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -9,8 +9,6 @@ If ranks * workers * rows of a batch divides L, no two workers read one partitio
 workers read the same partition, and each worker skips the rows of the other workers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from typing_extensions import override
 
 from moecore.kernels.cross_entropy import IGNORE_INDEX
 from moecore.packing.bins import pack_lengths
@@ -67,7 +66,6 @@ class SplitPacker(RowPacker):
 
     _document: Integers | None = None
 
-    @override
     def make_next_row(self) -> list[Piece]:
         """Return the next row: consecutive documents, cut at the end of the row."""
         rows, ordinal, offset, credit, _ = self.cursor
@@ -96,7 +94,6 @@ class WholePacker(RowPacker):
 
     _window: _Window | None = None
 
-    @override
     def make_next_row(self) -> list[Piece]:
         """Return the next row of the current window of documents, or of the next window."""
         rows, ordinal, offset, credit, _ = self.cursor

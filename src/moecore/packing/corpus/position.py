@@ -7,8 +7,6 @@ An entry of "cursors" has a partition's number and the fields of the `Cursor` of
 facts must be equal in the state and in the loader that loads the state.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

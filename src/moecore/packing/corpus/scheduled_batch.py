@@ -10,8 +10,6 @@ rank's workers can prefetch steps. The rank collates only the documents of its g
     round 1             ranks 0, 1: d0 d4     rank 2: d1 d5     rank 3: d2 d6
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

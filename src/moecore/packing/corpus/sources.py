@@ -14,8 +14,6 @@ Source of `permute_index`: a Feistel network whose result is permuted again whil
 ("cycle walking"; Black and Rogaway, Ciphers with arbitrary finite domains, 2002).
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator

@@ -12,8 +12,6 @@ With `FSDPOptions.nccl_ub` resident units have buffers of gradient sums too, and
 sharded units are in memory that is registered with NCCL.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -5,12 +5,10 @@ with engine.defer_weight_gradients(deferred):  computes input gradients; sinks s
 deferred.run()                       computes the matmuls and reduces the gradients
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -35,7 +33,7 @@ class WeightProduct(NamedTuple):
         grad_shape: torch.Size,
         compute_grad: ComputeGrad,
         operands: tuple[Any, ...],
-    ) -> WeightProduct:
+    ) -> Self:
         """Return the record of a matmul whose operands were computed on the current stream."""
         device = next(iterate_tensors(operands)).device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None

@@ -29,8 +29,6 @@ D and W each reduce the gradients that they compute. A unit that accumulates is 
 its last matmul. W reads no weight, so D reshards a unit as any backward does.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

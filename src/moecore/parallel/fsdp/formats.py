@@ -27,7 +27,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import override
 
 from moecore.base.options.precision import Recipe, Scaling
 from moecore.base.params import GATHERED_BLOCKS
@@ -164,19 +163,15 @@ class BlockFormat(QuantisedFormat):
 
     _has_matrix_amax = False
 
-    @override
     def _get_block_grid(self, shard: MatrixShard) -> tuple[int, int]:
         return shard.scales_shape
 
-    @override
     def _make_blocks(self, memory: Tensor, scaling: _ShardScaling) -> Blocks:
         return Blocks(memory.view(FP8), scaling.scales.data, "block")
 
-    @override
     def _write_amax(self, shard: Tensor, scaling: _ShardScaling) -> None:
         write_block_amax_(shard, scaling.place, scaling.of_blocks)
 
-    @override
     def _quantise_shard(self, shard: Tensor, scaling: _ShardScaling, values: Tensor) -> None:
         operands = shard, scaling.place, scaling.of_blocks, scaling.scales, values
         quantise_blocks_(*operands, power_of_two=self._recipe.power_of_two)
@@ -185,20 +180,16 @@ class BlockFormat(QuantisedFormat):
 class MatrixFormat(QuantisedFormat):
     """All-gathers a unit's shards in FP8 with a scale per matrix, from amax or an amax history."""
 
-    @override
     def _get_block_grid(self, shard: MatrixShard) -> tuple[int, int]:
         return (0, 0)  # a matrix has one scale and is not divided into blocks
 
-    @override
     def _make_blocks(self, memory: Tensor, scaling: _ShardScaling) -> Blocks:
         amax = None if scaling.history is None else scaling.of_matrices.data
         return Blocks(memory.view(FP8), scaling.scales.data, "tensor", amax)
 
-    @override
     def _write_amax(self, shard: Tensor, scaling: _ShardScaling) -> None:
         write_matrix_amax_(shard, scaling.first, scaling.of_matrices)
 
-    @override
     def _quantise_shard(self, shard: Tensor, scaling: _ShardScaling, values: Tensor) -> None:
         past = None if scaling.history is None else scaling.history.get_max_amax("weight")
         amax = scaling.of_matrices
@@ -213,20 +204,16 @@ class PackedFormat(QuantisedFormat):
 
     _scale_dtype = FP8
 
-    @override
     def _get_block_grid(self, shard: MatrixShard) -> tuple[int, int]:
         return shard.rows // SQUARE, shard.columns // SQUARE
 
-    @override
     def _make_blocks(self, memory: Tensor, scaling: _ShardScaling) -> Blocks:
         return Blocks(memory, scaling.scales.data, "packed", scaling.of_matrices.data)
 
-    @override
     def _write_amax(self, shard: Tensor, scaling: _ShardScaling) -> None:
         write_square_amax_(shard, scaling.place, scaling.of_blocks)
         write_finite_amax_(shard, scaling.first, scaling.of_matrices)
 
-    @override
     def _quantise_shard(self, shard: Tensor, scaling: _ShardScaling, values: Tensor) -> None:
         amax = scaling.of_blocks, scaling.of_matrices
         pack_shard_(shard, scaling.place, *amax, scaling.scales, values, self._recipe)

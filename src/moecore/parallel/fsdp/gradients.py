@@ -7,8 +7,6 @@ A kernel with a `GradSink` writes a weight gradient directly into the sums, in t
 If one rank owns the unit and gradients do not accumulate, kernels write to `.grad` of the shards.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Sequence

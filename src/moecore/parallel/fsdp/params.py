@@ -8,8 +8,6 @@ are the unsharded parameter, so the all-gather writes it directly. Chunks of ano
 all-gathered first and then copied. `UnitViews` has the views of a unit's buffer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

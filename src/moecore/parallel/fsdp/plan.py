@@ -8,8 +8,6 @@ after MoE blocks were replaced. The root's name is "". `moecore.parallel.mesh` d
 mesh axes. Dtypes are strings such as "float32".
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace

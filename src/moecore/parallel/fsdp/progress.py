@@ -1,7 +1,5 @@
 """`Progress`: counts an optimizer step's micro-batches; `TrainStep` and its models share it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

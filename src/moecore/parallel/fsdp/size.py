@@ -1,7 +1,5 @@
 """`compute_rank_bytes`: one rank's bytes of parameters, gradients and buffers, from a plan."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -6,8 +6,6 @@ coalesced calls are slow, so regions are packed into one message. On a GPU commu
 separate streams, concurrently with compute. On a CPU it blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol

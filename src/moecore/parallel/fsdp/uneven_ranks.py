@@ -26,8 +26,6 @@ Modules are expected to run in the order in which they were registered. A module
 or again skips no other module in forward.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile

@@ -13,8 +13,6 @@ gradients no event ends that backward. If a backward reads saved parameters of a
 raises an error, because `reshard` changes their versions.
 """
 
-from __future__ import annotations
-
 import enum
 import zlib
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ of one process. The cost is one all-reduce of one number per parameter of all pi
 host synchronises once, or never if the optimizers can skip a step (`found_inf`).
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 `moecore.families.find_family(model)` returns a model's family. Other packages call its methods.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast, runtime_checkable

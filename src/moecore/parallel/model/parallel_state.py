@@ -1,7 +1,5 @@
 """`ParallelState`: the record that `parallelize_moe` stores on a model, and its accessors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -5,8 +5,6 @@ would train its own copy. An optimizer of the parameters before `parallelize_moe
 nothing. Hooks on optimizer steps also increment the versions of parameters, which backward checks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any

@@ -4,8 +4,6 @@ The plan is read from a copy of the model on the meta device. The code that shar
 tp, ep and etp also shards the copy, so no placement rule exists twice. The model does not change.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace

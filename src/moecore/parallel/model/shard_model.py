@@ -3,8 +3,6 @@
 The plan decides modules, placements, divisors and prefetches. This file only applies the plan.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache

@@ -26,7 +26,6 @@ from moecore.base.fields import (
     check_value,
     quote,
 )
-from moecore.base.text import format_columns
 
 MAX_LETTERS = 2**16  # limit of an expanded layout
 NumStages = Annotated[int, Bound(">=", 1), Bound("<=", MAX_LETTERS)]
@@ -76,16 +75,6 @@ class PipelineLayout:
         """The shortest layout string of these stages, which `parse_layout` can read."""
         return _join_stage_letters([stage.letters for stage in self.stages])
 
-    def format_table(self, pp: NumStages, rank_of: Sequence[int] | None = None) -> str:
-        """Return a text table: a row per pp rank, a column per stage; stage s is on rank_of[s]."""
-        chunks = self.chunks(pp)
-        rank_of = rank_of or [stage % pp for stage in range(len(self.stages))]
-        lines = [("pp rank", *(f"chunk {chunk}" for chunk in range(chunks)))]
-        for rank in range(pp):
-            stages = (stage for stage, r in zip(self.stages, rank_of, strict=True) if r == rank)
-            lines.append((str(rank), *map(_format_cell, stages)))
-        return "\n".join(format_columns(lines))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutCosts(CheckedRecord):
@@ -102,16 +91,6 @@ class LayoutCosts(CheckedRecord):
             yield "layers", "have a cost per transformer layer: pass at least one"
         elif not self.bound <= {*range(1, len(self.layers))}:
             yield "bound", f"be of layers 1 to {len(self.layers) - 1}: leave the others out"
-
-    def sum_stages(self, layout: PipelineLayout) -> tuple[float, ...]:
-        """Return the summed cost of each stage of a layout, in the unit of the fields."""
-        return tuple(
-            self.embedding * stage.embedding
-            + sum(self.layers[layer] for layer in stage.layers)
-            + sum(self.mtp[module] for module in stage.mtp)
-            + self.loss * stage.loss
-            for stage in layout.stages
-        )
 
 
 def parse_layout(
@@ -268,14 +247,6 @@ def _make_layout(stage_letters: Sequence[str]) -> PipelineLayout:
     return PipelineLayout(
         stages=tuple(parsed), num_layers=first["t"][-1], num_mtp_layers=first["m"][-1]
     )
-
-
-def _format_cell(stage: Stage) -> str:
-    """Return a stage's letters and layer indices, such as "Ettt 0-2"; "-" for an empty stage."""
-    if not stage.layers:
-        return stage.letters or "-"
-    first, last = stage.layers[0], stage.layers[-1]
-    return f"{stage.letters} {first}" + f"-{last}" * (last > first)
 
 
 def _find_min_bottleneck(cu_costs: Sequence[float], num_stages: int) -> float:

@@ -10,8 +10,6 @@ saved tensors of the next item's backward start to return before an item runs. D
 forward's last block, if that is offloaded, is freed after the next item.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace

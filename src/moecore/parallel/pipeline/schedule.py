@@ -6,8 +6,6 @@
 ranks, and checks that no order waits forever.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ head read. Copies have equal values. Their gradients are summed over the stages;
 the ranks of the same index in the other stages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -14,8 +14,6 @@ decoder and of the MTP modules that have run (`MTPLayer` in `models/block.py`). 
 modules runs the final norm in the stage of the head.
 """
 
-from __future__ import annotations
-
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ neither direction waits for the other. Two neighbouring stages on one rank (the 
 their tensors without a message.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

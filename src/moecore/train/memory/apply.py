@@ -4,8 +4,6 @@ Offload is applied outside of recomputation. It therefore offloads only the tens
 recomputed region still saves: the region's inputs and the outputs of its matrix products.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any

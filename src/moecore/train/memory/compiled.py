@@ -9,8 +9,6 @@ recompute these values:
     "qkv_proj" and similar     products of the modules with this name, too
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import re

@@ -11,8 +11,6 @@ to a power of two, so the size of a slab is a power of two. All copies run on a 
 (`streams.py`), and a `CopyEvent` marks the end of a copy.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,8 +22,9 @@ from torch import Tensor
 
 from moecore.base.saved_tensors import UsedRows
 from moecore.base.torch_private import allocate_as_host_memory, get_storage_key
-from moecore.kernels.common import device_of
+from moecore.kernels.common import device_of, next_power_of_2
 from moecore.kernels.rows.move import copy_first_rows
+from moecore.kernels.rows.scaling import round_up
 from moecore.train.memory.groups import StorageCopy
 from moecore.train.memory.streams import CopyJob, CopyStream, CopyStreams
 
@@ -50,7 +49,7 @@ class Slab:
     def allocate(self, num_bytes: int) -> Tensor:
         """Return an uninitialised uint8 view of `num_bytes`; the caller checks `free_bytes`."""
         data = self.memory[self.used_bytes : self.used_bytes + num_bytes]
-        self.used_bytes += round_up_to_alignment(num_bytes)
+        self.used_bytes += round_up(num_bytes, ALIGN_BYTES)
         return data
 
 
@@ -178,8 +177,8 @@ class HostPool:
         # The slab is as large as all slabs together, at most `SLAB_BYTES` unless `size` is larger.
         pool_bytes = self.num_bytes
         limit = float("inf") if self.max_bytes is None else self.max_bytes
-        min_bytes = compute_pinned_size(piece_bytes)
-        doubled_bytes = max(min_bytes, min(compute_pinned_size(pool_bytes), SLAB_BYTES))
+        min_bytes = next_power_of_2(piece_bytes)
+        doubled_bytes = max(min_bytes, min(next_power_of_2(pool_bytes), SLAB_BYTES))
         for num_bytes in (doubled_bytes, min_bytes):
             if pool_bytes + num_bytes > limit:
                 continue
@@ -217,18 +216,8 @@ def _make_row_copier(copy: StorageCopy) -> Callable[[Tensor, Tensor], None] | No
 
 def round_up_to_size_class(num_bytes: int) -> int:
     """Return the size class in bytes: 1000 -> 1024, 1025 -> 1152, 1153 -> 1280; 1 -> 64."""
-    step = max(ALIGN_BYTES, compute_pinned_size(num_bytes) // 16)
-    return -(-max(num_bytes, 1) // step) * step
-
-
-def round_up_to_alignment(num_bytes: int) -> int:
-    """Round a size in bytes up to a multiple of `ALIGN_BYTES`."""
-    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def compute_pinned_size(num_bytes: int) -> int:
-    """Round a number of bytes up to a power of two."""
-    return 1 << max(num_bytes - 1, 0).bit_length()
+    step = max(ALIGN_BYTES, next_power_of_2(num_bytes) // 16)
+    return round_up(max(num_bytes, 1), step)
 
 
 def view_bytes(storage: torch.UntypedStorage) -> Tensor:
@@ -304,17 +293,17 @@ class HostCopies:
                 )
         remaining_bytes = Counter[str]()
         for name in new:
-            size = round_up_to_alignment(tensors[name].nbytes)
+            size = round_up(tensors[name].nbytes, ALIGN_BYTES)
             remaining_bytes[tensors[name].device.type] += size
         for name in sorted(new, key=lambda name: -tensors[name].nbytes):
             like, device_type = tensors[name], tensors[name].device.type
-            slabs, size = self._slabs[device_type], round_up_to_alignment(like.nbytes)
+            slabs, size = self._slabs[device_type], round_up(like.nbytes, ALIGN_BYTES)
             # Of more than `SLAB_BYTES`, the largest power of two: little is added by rounding up.
             rest = remaining_bytes[device_type]
-            rest = rest if rest <= SLAB_BYTES else compute_pinned_size(rest + 1) // 2
+            rest = rest if rest <= SLAB_BYTES else next_power_of_2(rest + 1) // 2
             slab_bytes = max(size, rest)
             slab = slabs.find_slab(size)
-            slab = slab or slabs.allocate_slab(compute_pinned_size(slab_bytes))
+            slab = slab or slabs.allocate_slab(next_power_of_2(slab_bytes))
             self._copies[name] = slab.allocate(like.nbytes).view(like.dtype).view(like.shape)
             remaining_bytes[device_type] -= size
         return {name: self._copies[name] for name in tensors}

@@ -19,8 +19,6 @@ code references, such as a rotary table. If only some rows of a matrix are in us
 (`saved_tensors.mark_used_rows`), only these rows are copied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, update_wrapper

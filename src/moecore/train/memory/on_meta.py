@@ -6,8 +6,6 @@ own kernels are recorded without running (`kernels/meta.py`). A bool mask that i
 assumed to select all elements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

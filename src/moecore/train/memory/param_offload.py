@@ -9,8 +9,6 @@ The engine prefetches the all-gather of a unit, and the copy of its shards start
 The GPU has the shards of a unit from then to the end of the all-gather.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -45,7 +43,10 @@ class ParamOffload:
                 "MemoryOptions.offload_params (True) must be False where a step is captured in a "
                 "CUDA graph: set it to False, or run the step eagerly"
             )
-        copies = [torch.empty_like(x, device=self._choose_device(x)) for x in host_shards]
+        device = self.device
+        copies = [
+            torch.empty_like(x, device=x.device if x.is_meta else device) for x in host_shards
+        ]
         self._streams.back.start_copies(
             CopyJob(target.view(-1), source.view(-1))
             for target, source in zip(copies, host_shards, strict=True)
@@ -82,9 +83,6 @@ class ParamOffload:
         """Wait for all copies in both directions. Host sync."""
         self._streams.synchronize()
         self._in_flight.clear()
-
-    def _choose_device(self, shard: Tensor) -> torch.device:
-        return shard.device if shard.is_meta else self.device
 
 
 @torch.no_grad()

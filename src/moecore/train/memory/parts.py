@@ -4,8 +4,6 @@ A norm is identified by the name of its class. Attention and MLPs are modules wi
 known names (`precision/apply.py`), in moecore's decoder, transformers and torchtitan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Set
 from typing import Literal, NamedTuple
 

@@ -12,8 +12,6 @@ freed before the next layer dispatches:
     backward    layer n has run        -> copies of layer n - 1's rows from pages start
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -61,13 +59,6 @@ class DispatchPages:
         """Allocate pages for the used rows of matrices, and copy the rows into the pages."""
         take_pages_for_rows(self.table, self.layout, self.slots, self.num_rows)
         stash_or_restore_rows(matrices, self.table, self.layout, stash=True)
-
-    def copy_rows_out(
-        self, matrices: Sequence[Tensor | None], expired: DispatchPages | None
-    ) -> None:
-        """Copy used rows from pages to `matrices` (None = skip); free the pages of `expired`."""
-        table = None if expired is None else (expired.table, expired.layout.num_entries)
-        stash_or_restore_rows(matrices, self.table, self.layout, stash=False, released_table=table)
 
 
 class PagePlace(NamedTuple):
@@ -144,7 +135,7 @@ class PageStore:
             goes_along = bool(expired_pages) and expired_pages[-1].back is not None
             goes_along = goes_along and expired_pages[-1].of_graph == in_capture
             emptied += [expired_pages.pop()] if goes_along else []
-            read = partial(_read_and_free, emptied[-1] if goes_along else None)
+            read = partial(_copy_rows_out, emptied[-1] if goes_along else None)
             jobs.append(CopyJob(tuple(tensors), of, read))
         ends = (of.out for of in matrices if of.out is not None)
         back = self._streams.back.start_copies(jobs, *ends)
@@ -264,12 +255,12 @@ class PageStore:
         return self.pool
 
 
-def _read_and_free(
-    expired_pages: DispatchPages | None,
-    matrices: Sequence[Tensor | None],
-    source_pages: DispatchPages,
+def _copy_rows_out(
+    expired: DispatchPages | None, matrices: Sequence[Tensor | None], source: DispatchPages
 ) -> None:
-    source_pages.copy_rows_out(matrices, expired_pages)
+    """Copy used rows from pages to `matrices` (None = skip); free the pages of `expired`."""
+    table = None if expired is None else (expired.table, expired.layout.num_entries)
+    stash_or_restore_rows(matrices, source.table, source.layout, stash=False, released_table=table)
 
 
 def _get_row_format(copy: StorageCopy) -> tuple[int, bool]:

@@ -15,8 +15,6 @@ tensors are views of pinned host memory, where checkpoints and weight transfer r
 A forward without "weights" or "buffers" raises, and so does an optimizer's step without any part.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -7,8 +7,6 @@ moment_dtype=torch.float8_e4m3fn                   4 + 4      1 + 1 + 1/64
 bf16 weights, master_remainder=True            2 + 2 + 2      as above
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cache
 from typing import Annotated, Any
@@ -21,12 +19,8 @@ from torch.optim.optimizer import ParamsT
 from moecore.base.fields import OneOf, check_value
 from moecore.base.torch_private import foreach_add_, get_local_tensor, zeros_like
 from moecore.kernels.adamw import AdamWOptions, AdamWTensors, ParamTensors, adamw_
-from moecore.kernels.adamw_formats import (
-    MOMENT_BLOCK,
-    count_moment_blocks,
-    decode_moments_ref,
-    encode_moments_ref,
-)
+from moecore.kernels.adamw_formats import MOMENT_BLOCK, decode_moments_ref, encode_moments_ref
+from moecore.kernels.common import cdiv
 from moecore.train.optim.gradients import get_grad, get_scale_signals, run_closure
 
 FP8 = torch.float8_e4m3fn
@@ -239,7 +233,7 @@ class AdamW(torch.optim.AdamW):
             shaped = dtypes.keys() - {"step", "exponents"}
             state |= {name: zeros_like(param, dtypes[name], device) for name in shaped}
             if "exponents" in dtypes:
-                blocks = count_moment_blocks(get_local_tensor(param).numel())
+                blocks = cdiv(get_local_tensor(param).numel(), MOMENT_BLOCK)
                 state["exponents"] = torch.zeros(blocks, 2, dtype=torch.uint8, device=param.device)
         fits = ("exponents" in state) == ("exponents" in dtypes)
         for name, dtype in dtypes.items():

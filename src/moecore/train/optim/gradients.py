@@ -1,7 +1,5 @@
 """The closure, the gradients and the scale of gradients, which optimizer steps read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -26,7 +26,8 @@ from torch.optim.optimizer import ParamsT
 from moecore.base.fields import check_value
 from moecore.base.streams import start_host_reads
 from moecore.base.torch_private import foreach_add_, get_local_tensor
-from moecore.train.memory.host import Slabs, explain_memory_errors, round_up_to_alignment
+from moecore.kernels.rows.scaling import round_up
+from moecore.train.memory.host import ALIGN_BYTES, Slabs, explain_memory_errors
 from moecore.train.memory.streams import CopyEvent, CopyStream
 from moecore.train.optim.adamw import MOMENTS, AdamW, find_state_dtypes
 from moecore.train.optim.gradients import get_grad, run_closure
@@ -248,7 +249,7 @@ class HostSlots:
         num_bytes = 0
         for columns in chunks:  # a slot has an equally large part for each column
             part_bytes = max(sum(tensor.nbytes for tensor in column) for column in columns)
-            num_bytes = max(num_bytes, len(columns) * round_up_to_alignment(part_bytes))
+            num_bytes = max(num_bytes, len(columns) * round_up(part_bytes, ALIGN_BYTES))
         if self._slabs.num_bytes < num_bytes * self._num_slots:
             self._slabs.clear()
             for _ in range(self._num_slots):

@@ -11,8 +11,6 @@ output.
 Source: arXiv:2510.05491; its published code rescales the norm.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate

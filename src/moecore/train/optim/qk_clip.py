@@ -17,9 +17,7 @@ Each head's logits are multiplied by that head's gamma, and logits of other head
 Source: MuonClip of Kimi K2 (arXiv:2507.20534), with the rule for shared key heads added.
 """
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -182,7 +180,7 @@ class _Projection(NamedTuple):
     params: dict[Tensor, Tensor]
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear) -> _Projection:
+    def from_linear(cls, linear: nn.Linear) -> Self:
         params = [param for param in (linear.weight, linear.bias) if param is not None]
         return cls({param: compute_global_indices(param)[0].to(param.device) for param in params})
 
@@ -219,7 +217,7 @@ class _ScoreWatcher:
         )
 
     @classmethod
-    def from_module(cls, name: str, module: Attention | LatentAttention) -> _ScoreWatcher:
+    def from_module(cls, name: str, module: Attention | LatentAttention) -> Self:
         """Return the watcher of an attention module; ValueError if QK-clip does not support it."""
         if isinstance(module, LatentAttention):
             if module.indexer is not None:

@@ -11,8 +11,6 @@ micro-batch's backward, while activations are freed. The host waits for no copy.
 longer than blocks, the GPU waits: lower `fraction`. A PCIe 5 bus copies 55e9 bytes per second.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import dataclass

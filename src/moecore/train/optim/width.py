@@ -14,8 +14,6 @@ Source: Tensor Programs V (arXiv:2203.03466), table 3. By its lemma J.1, table 3
 and 9 without multipliers in forward, so model classes do not change. Muon: arXiv:2310.17813.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
