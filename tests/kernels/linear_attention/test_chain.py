@@ -62,7 +62,7 @@ def test_transitions_of_kernels(kind, device) -> None:
         exact = rule._replace(**{n: getattr(rule, n).double() for n in ("q_Thk", "k_Thk", "v_THv")})
         want = compute_transitions_ref(exact, pieces.cu_seqlens)
     assert relative(got, want) <= 4e-3
-    empty = got[PIECES[0].__len__() + 2, :, :, DIMS[0]["v"] :]
+    empty = got[len(PIECES[0]) + 2, :, :, DIMS[0]["v"] :]
     identity = torch.eye(64) if kind != "no rates" else torch.ones(64, 1)
     assert torch.equal(empty.cpu(), identity.expand_as(empty))
 

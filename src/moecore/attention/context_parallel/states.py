@@ -80,8 +80,8 @@ class LocalChunks:
     def compute_initial_states(self, transitions: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
         """Return the state before each of this rank's chunks of n documents, [2 * n, H, k, v].
 
-        Implements `StateChain`. The second result has the maps of all chunks of the documents and
-        heads whose states this rank computes, by chunk. Collective.
+        Implements `StateChain`. The maps are those of all chunks of the documents and heads whose
+        states this rank computes. Collective.
         """
         last, maps = self._send_chunks(transitions).tensor_split((value_dim,), dim=-1)
         states = _accumulate(last, maps)
@@ -123,9 +123,9 @@ def _accumulate(terms: Tensor, maps: Tensor) -> Tensor:
     maps[i] has matrices [N, k, k], or factors [N, k, 1].
     """
     states = [torch.zeros_like(terms[0])]
+    multiply = torch.mul if maps.shape[-1] == 1 else torch.matmul
     for term, factors in zip(terms[:-1], maps[:-1], strict=True):
-        is_factor = factors.shape[-1] == 1
-        states.append(term + (factors * states[-1] if is_factor else factors @ states[-1]))
+        states.append(term + multiply(factors, states[-1]))
     return torch.stack(states)
 
 

@@ -200,10 +200,9 @@ class _Scan:
         self.normed_q, self.normed_k = (new(T, H if self.is_per_dim else h, K) for _ in range(2))
         self.decay, self.scores = new(self.g.shape, dtype=torch.float32), new(T, H, C)
         self.inverse = self.w = self.normed_k  # without beta no kernel accesses them
-        self.u, beta = self.v, self.g
-        if self.beta is not None:
+        self.u, beta = self.v, self.g if self.beta is None else self.beta
+        if self.is_delta:
             self.inverse, self.w, self.u = new(T, H, C), new(T, H, K), new(T, H, V)
-            beta = self.beta
         strides = self.q.stride(0), self.k.stride(0), self.v.stride(0)
         kernel, pairs = delta_rule_fwd_chunks_kernel, C * K
         options = dict(HAS_BETA=self.is_delta, **CHUNKS)
@@ -227,9 +226,8 @@ class _Scan:
 
     def compute_states(self, initial: Tensor | None) -> None:
         """Compute S and N, and the last states, from each document's initial state."""
-        u = self.u
         self.states = self.k.new_empty(self.num_chunks, *self.state_shape[1:])
-        self.updates = u if self.beta is None else torch.empty_like(u)
+        self.updates = torch.empty_like(self.u) if self.is_delta else self.u
         self.last = self._scan_states(initial, 0, **STATES)
 
     def _scan_states(self, initial: Tensor | None, map_columns: int, **options: Any) -> Tensor:
@@ -275,7 +273,7 @@ class _Scan:
     ) -> Tensor:
         """Return the gradients of the first states; write dS' and dN if `dlast` is not None."""
         n, H, K, V = self.state_shape
-        dinitial = self.k.new_empty(self.state_shape, dtype=torch.float32)
+        dinitial = do.new_empty(self.state_shape, dtype=torch.float32)
         self.launch(
             delta_rule_bwd_states_kernel,
             (n * H, V // options["BLOCK_V"]),

@@ -117,32 +117,31 @@ def compute_transitions_ref(rule: DeltaRule, cu_seqlens: Tensor) -> Tensor:
 
 
 class _ChainedReference(torch.autograd.Function):
-    """apply(q, k, v, g, beta, cu_seqlens, scale, norm_qk, chain) -> outputs, last states."""
+    """apply(q, k, v, g, beta, scale, norm_qk, cu_seqlens, chain) -> outputs, last states."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        *leaves, cu_seqlens, scale, norm, ctx.chain = inputs
-        rule = DeltaRule(*leaves, scale, norm)
+        rule, (cu_seqlens, ctx.chain) = DeltaRule(*inputs[:7]), inputs[7:]
         transitions = compute_transitions_ref(rule, cu_seqlens)
         states = ctx.chain.compute_initial_states(transitions, rule.v_THv.shape[-1])
-        ctx.save_for_backward(*leaves, cu_seqlens, *states)
-        ctx.options = scale, norm
+        ctx.save_for_backward(*rule[:5], cu_seqlens, *states)
+        ctx.options = rule[5:]
         return gated_delta_rule_ref(rule, cu_seqlens, states[0])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *leaves, cu_seqlens, initial, maps = ctx.saved_tensors
+        *inputs, cu_seqlens, initial, maps = ctx.saved_tensors
+        leaves: list[Any] = [
+            x if x is None else x.detach().requires_grad_() for x in (*inputs, initial)
+        ]
         with torch.enable_grad():
-            *leaves, initial = (
-                None if x is None else x.detach().requires_grad_() for x in (*leaves, initial)
-            )
-            rule = DeltaRule(*leaves, *ctx.options)
-            o_THv, last = gated_delta_rule_ref(rule, cu_seqlens, initial)
-            dinitial = torch.autograd.grad(o_THv, initial, grads[0], retain_graph=True)
-            dlast = ctx.chain.compute_last_gradients(*dinitial, maps)
-            torch.autograd.backward((o_THv, last), (grads[0], dlast))
-        return *(None if x is None else x.grad for x in leaves), *(None,) * 4
+            rule = DeltaRule(*leaves[:5], *ctx.options)
+            outs = gated_delta_rule_ref(rule, cu_seqlens, leaves[5])
+        dinitial = torch.autograd.grad(outs[0], leaves[5:], grads[0], retain_graph=True)
+        dlast = ctx.chain.compute_last_gradients(*dinitial, maps)
+        torch.autograd.backward(outs, (grads[0], dlast))
+        return *(None if x is None else x.grad for x in leaves[:5]), *(None,) * 4
 
 
 def gated_delta_rule(
@@ -166,6 +165,5 @@ def gated_delta_rule(
             return chunked.gated_delta_rule(rule, cu_seqlens, initial_states_nHkv, chain)
         warn_on_fallback(rule.v_THv, f"a gated delta rule ({problem})")
         if chain is not None:
-            inputs = *rule[:5], cu_seqlens, *rule[5:], chain
-            return _ChainedReference.apply(*inputs)  # type: ignore[no-any-return]
+            return _ChainedReference.apply(*rule, cu_seqlens, chain)  # type: ignore[no-any-return]
         return gated_delta_rule_ref(rule, cu_seqlens, initial_states_nHkv)

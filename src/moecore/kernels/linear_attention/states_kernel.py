@@ -34,9 +34,8 @@ def delta_rule_fwd_states_kernel(
 ):
     """Scan a document's chunks: compute BLOCK_V columns of the state of one value head.
 
-    With MAP_COLUMNS, the first state is zero, and only `last` is written. Its columns from v on are
-    the matrix by which the document multiplies a first state (k columns), or, without beta, the one
-    factor of this matrix, which is then a multiple of the identity.
+    With MAP_COLUMNS, `last` has L and M of `contract.py`, and the kernel writes no other output. M
+    has k columns, or one if HAS_BETA is False.
     """
     H: tl.constexpr = h * R
     WIDTH: tl.constexpr = V + MAP_COLUMNS
@@ -59,12 +58,12 @@ def delta_rule_fwd_states_kernel(
         chunk = first.to(tl.int64) + step
         t = start + step * CHUNK + i
         low = state.to(dtype)
+        if not MAP_COLUMNS:
+            tl.store(states_ptr + (chunk * H + head) * K * V + cells, low)
         updates = load_rows(u_ptr + head * V, t, u_end, v, u_stride).to(tl.float32)
         if HAS_BETA:
             updates -= tl.dot(load_rows(w_ptr + head * K, t, end, k, H * K), low)
-        if not MAP_COLUMNS:
-            tl.store(states_ptr + (chunk * H + head) * K * V + cells, low)
-            if HAS_BETA:
+            if not MAP_COLUMNS:
                 store_rows(updates_ptr + head * V, updates, t, end, v, H * V)
         final = tl.minimum(start + (step + 1) * CHUNK, end) - 1
         if PER_DIM:
@@ -129,6 +128,8 @@ def delta_rule_bwd_states_kernel(
         chunk = first.to(tl.int64) + from_first
         t = start + from_first * CHUNK + i
         low = dstate.to(dtype)
+        if not IS_TRANSITION:
+            tl.store(dstates_ptr + (chunk * H + head) * K * V + cells, low)
         final = tl.minimum(start + (from_first + 1) * CHUNK, end) - 1
         dupdates = tl.dot(load_rows(k_ptr, t, end, k, h * K), low)
         if PER_DIM:
@@ -140,7 +141,6 @@ def delta_rule_bwd_states_kernel(
         do = load_rows(do_ptr + head * V, t, end, v, H * V)
         dupdates += tl.dot(load_columns(scores_ptr + head * CHUNK, t, end, i, H * CHUNK), do)
         if not IS_TRANSITION:
-            tl.store(dstates_ptr + (chunk * H + head) * K * V + cells, low)
             store_rows(dupdates_ptr + head * V, dupdates, t, end, v, H * V)
         dstate *= tl.exp(total)
         if not PER_DIM:
