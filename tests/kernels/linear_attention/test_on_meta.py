@@ -101,9 +101,7 @@ class Unsent:
         return torch.empty_like(initial_gradients)
 
 
-@pytest.mark.parametrize(
-    ("make", "map_columns"), [(rule_of, k), (per_dim, k), (without_rates, 0)]
-)
+@pytest.mark.parametrize(("make", "map_columns"), [(rule_of, k), (per_dim, k), (without_rates, 0)])
 def test_a_chain_adds_two_scans(make, map_columns) -> None:
     """Of last states and maps in forward, and of gradients in backward."""
     cu_seqlens = torch.empty(3, dtype=torch.int32, device="meta")
