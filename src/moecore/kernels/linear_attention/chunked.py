@@ -78,7 +78,6 @@ STATES: dict[str, Any] = dict(BLOCK_V=32, num_warps=4, num_stages=3)
 OUTPUT: dict[str, Any] = dict(num_warps=4, num_stages=1)
 STATES_BWD: dict[str, Any] = dict(BLOCK_V=32, num_warps=4, num_stages=2)
 TRANSITIONS: dict[str, Any] = dict(BLOCK_V=64, num_warps=4, num_stages=2)
-TRANSITIONS_BWD: dict[str, Any] = dict(BLOCK_V=64, num_warps=4, num_stages=2)
 BWD: dict[str, Any] = dict(BLOCK_K=32, num_warps=4, num_stages=1)
 KDA_CHUNKS: dict[str, Any] = dict(BLOCK_K=32, num_warps=8, num_stages=1)
 KDA_BWD: dict[str, Any] = dict(BLOCK_K=32, BLOCK_V=64, num_warps=8, num_stages=1)
@@ -222,17 +221,18 @@ class _Scan:
 
     def compute_transitions(self) -> Tensor:
         """Return L and M (see `contract.py`) of each document, fp32 [n, H, k, v + k or 1]."""
-        return self._scan_states(None, self.sizes["K"] if self.is_delta else 1, **TRANSITIONS)
+        return self._scan_states(None, map_columns=self.sizes["K"] if self.is_delta else 1)
 
     def compute_states(self, initial: Tensor | None) -> None:
         """Compute S and N, and the last states, from each document's initial state."""
         self.states = self.k.new_empty(self.num_chunks, *self.state_shape[1:])
         self.updates = torch.empty_like(self.u) if self.is_delta else self.u
-        self.last = self._scan_states(initial, 0, **STATES)
+        self.last = self._scan_states(initial)
 
-    def _scan_states(self, initial: Tensor | None, map_columns: int, **options: Any) -> Tensor:
-        """Return the last state of each document."""
+    def _scan_states(self, initial: Tensor | None, map_columns: int = 0) -> Tensor:
+        """Return the last state of each document, and columns of its map."""
         n, H, K, V = self.state_shape
+        options = TRANSITIONS if map_columns else STATES
         last = self.k.new_empty(n, H, K, V + map_columns, dtype=torch.float32)
         columns = V + (map_columns if self.is_delta else 0)
         outs = (self.u, self.u) if map_columns else (self.states, self.updates)
@@ -264,22 +264,21 @@ class _Scan:
         )
         return o
 
-    def compute_initial_gradients(self, do: Tensor) -> Tensor:
-        """Return the gradients of first states if the gradients of last states are zero."""
-        return self._scan_gradients(do, None, do, do, **TRANSITIONS_BWD)
+    def compute_initial_gradients(self, do: Tensor, dlast: Tensor | None, *outs: Tensor) -> Tensor:
+        """Return the gradients of first states. If `dlast` is None, gradients of last states are 0.
 
-    def _scan_gradients(
-        self, do: Tensor, dlast: Tensor | None, dstates: Tensor, dupdates: Tensor, **options: Any
-    ) -> Tensor:
-        """Return the gradients of the first states; write dS' and dN if `dlast` is not None."""
+        Otherwise dS' and dN are written to the tensors `outs`.
+        """
         n, H, K, V = self.state_shape
+        options = TRANSITIONS if dlast is None else STATES_BWD
         dinitial = do.new_empty(self.state_shape, dtype=torch.float32)
+        inputs = dinitial if dlast is None else dlast, *(outs or (do, do))
         self.launch(
             delta_rule_bwd_states_kernel,
             (n * H, V // options["BLOCK_V"]),
             (2 + self.is_delta) * K * V + CHUNK * V,
             *(self.normed_q, self.normed_k, self.w, self.scores, self.decay, do),
-            *(*self.chunks[:2], dinitial if dlast is None else dlast, dstates, dupdates, dinitial),
+            *(*self.chunks[:2], *inputs, dinitial),
             HAS_BETA=self.is_delta,
             IS_TRANSITION=dlast is None,
             **self.decays,
@@ -291,7 +290,7 @@ class _Scan:
         """Return the gradients of q, k, v, g, beta and the initial states."""
         h, K = self.k.shape[1:]
         dstates, dupdates = torch.empty_like(self.states), torch.empty_like(do)
-        dinitial = self._scan_gradients(do, dlast, dstates, dupdates, **STATES_BWD)
+        dinitial = self.compute_initial_gradients(do, dlast, dstates, dupdates)
         dv, dg, dbeta = dupdates, torch.empty_like(self.g), None
         if self.beta is not None:
             dv, dbeta = torch.empty_like(do), torch.empty_like(self.beta)
@@ -377,7 +376,8 @@ class _ChunkedRule(torch.autograd.Function):
         scan = _Scan(DeltaRule(q, k, v, g, beta, *ctx.options), cu_seqlens)
         do, dlast = (grad.contiguous() for grad in grads)
         if ctx.chain is not None:
-            dlast = ctx.chain.compute_last_gradients(scan.compute_initial_gradients(do), maps)
+            initial_gradients = scan.compute_initial_gradients(do, None)
+            dlast = ctx.chain.compute_last_gradients(initial_gradients, maps)
         scan.compute_states(initial)
         *dinputs, dinitial = scan.compute_gradients(do, dlast.contiguous())
         return *dinputs, dinitial if ctx.needs_input_grad[5] else None, *(None,) * 4
