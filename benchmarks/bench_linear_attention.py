@@ -20,6 +20,9 @@ On several ranks, each with a part of one sequence:
     over ranks       states are passed from part to part
     alone            the whole sequence on one GPU, as "rows, kernels"
 
+With `--emulated-ranks N`, one process computes the part of one of N ranks and sends nothing, so a
+time is without communication ("one of N ranks"), and outputs have no meaning.
+
 Calls alternate. A time is the slowest rank's, the median over rounds, in milliseconds.
 """
 
@@ -61,22 +64,25 @@ def main() -> int:
         torch.cuda.set_device(device)
     if world > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    elif (num_ranks := args.emulated_ranks) > 1:
+        dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=num_ranks)
     dtype = torch.bfloat16 if device.type == "cuda" else None
     layer = make_layer(args.layer, args.small).to(device, dtype)
     accept_sequence_argument(layer)
     for T in args.tokens:
-        if world == 1:
+        if not dist.is_initialized():
             is_short = MAX_PLAIN_TOKENS[args.layer] >= T
             calls = make_alone_calls(layer, T, device, has_plain=is_short)
         else:
-            calls = make_rank_calls(layer, T, device)
+            name = "over ranks" if world > 1 else f"one of {args.emulated_ranks} ranks"
+            calls = make_rank_calls(name, layer, T, device)
         for name, ms in time_calls(calls, args.rounds, device).items():
             row = dict(op=args.layer, shape=f"{T} tokens", backend=name, ms=round(ms, 3))
-            if not dist.is_initialized() or dist.get_rank() == 0:
+            if world == 1 or dist.get_rank() == 0:
                 print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
                 if args.results is not None:
                     append_rows(args.results, MODULE, [row], num_gpus=world)
-    if world > 1:
+    if dist.is_initialized():
         dist.destroy_process_group()
     return 0
 
@@ -88,6 +94,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--layer", choices=list(MAX_PLAIN_TOKENS), default="gated_delta_net")
     add("--tokens", type=int, nargs="+", default=[4096, 16384, 65536], help="of the row")
     add("--rounds", type=int, default=10)
+    add("--emulated-ranks", type=int, default=1)
     add("--small", action="store_true", help="two heads, for a CPU")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--results", type=results_path, help="folder or .jsonl file of records")
@@ -162,13 +169,13 @@ def make_alone_calls(
     return calls
 
 
-def make_rank_calls(layer: nn.Module, T: int, device: torch.device) -> dict[str, Call]:
-    """Return the calls of several ranks by name; collective."""
+def make_rank_calls(name: str, layer: nn.Module, T: int, device: torch.device) -> dict[str, Call]:
+    """Return the call of one of several ranks, which is called `name`, and "alone"; collective."""
     assert dist.group.WORLD is not None
     x = make_inputs(layer, T, device)
     held = LocalTokens(ContextParallel(dist.group.WORLD), (1, T))
     return {
-        "over ranks": make_call(layer, held.slice_local(x), Sequence(local_tokens=held)),
+        name: make_call(layer, held.slice_local(x), Sequence(local_tokens=held)),
         "alone": make_call(layer, x, make_row(T, device)),
     }
 

@@ -93,12 +93,14 @@ def linear_half_ratios(cp: ContextParallel, packed: bool, device: torch.device) 
     return ratios_of_halves(attend, sequence, held)
 
 
-def ratios_of_halves(attend: Any, sequence: Sequence, held: LocalTokens) -> list[float]:
-    """Return errors of `attend(slice of rows, dtype, sequence)` in bf16 over one process's."""
+def ratios_of_halves(
+    attend: Any, sequence: Sequence, held: LocalTokens, dtype: torch.dtype = torch.bfloat16
+) -> list[float]:
+    """Return errors of `attend(slice of rows, dtype, sequence)` in 16 bits over one process's."""
     exact, plain, ours = (
         [held.slice_local(x).float() for x in attend(lambda x: x, torch.float32, sequence)],
-        [held.slice_local(x).float() for x in attend(lambda x: x, torch.bfloat16, sequence)],
-        attend(held.slice_local, torch.bfloat16, replace(sequence, local_tokens=held)),
+        [held.slice_local(x).float() for x in attend(lambda x: x, dtype, sequence)],
+        attend(held.slice_local, dtype, replace(sequence, local_tokens=held)),
     )
     zipped = zip(exact, plain, (x.float() for x in ours), strict=True)
     return [float((z - x).norm() / ((y - x).norm() + 2**-9 * x.norm())) for x, y, z in zipped]

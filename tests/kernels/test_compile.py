@@ -67,6 +67,7 @@ from moecore.kernels.sparse_attention.keys import SpanOfKeys
 from tests.helpers.grids import beside
 from tests.kernels.choices import BASE
 from tests.kernels.experts.test_expert_mlp import Sink
+from tests.kernels.linear_attention.pieces import Pieces
 
 triton = pytest.importorskip("triton")
 
@@ -526,8 +527,9 @@ def run_delta_rule(has_rates: bool, *decay_dims: int, k: int = 128, v: int = 128
     gates, decays = (torch.zeros(T, 4, *dims, requires_grad=True) for dims in ((), decay_dims))
     heads = (bf16(T, n, d).requires_grad_() for n, d in ((2, k), (2, k), (4, v)))
     rule = DeltaRule(*heads, decays, gates.bfloat16() if has_rates else None, 0.1, has_rates)
-    cu_seqlens = torch.tensor([0, T], dtype=torch.int32)
-    gated_delta_rule(rule, cu_seqlens)[0].sum().backward()
+    pieces = Pieces([[T // 2, T // 2]])
+    outs = (gated_delta_rule(rule, pieces.cu_seqlens, chain=chain)[0] for chain in (None, pieces))
+    sum(o.sum() for o in outs).backward()
 
 
 def run_convolution(channels: int) -> None:
@@ -638,9 +640,9 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "momentum": (run_momentum, 1),
     "batch-invariant products": (lambda: run_invariant_products(torch.bfloat16), 3),
     "batch-invariant products of fp32": (lambda: run_invariant_products(torch.float32), 3),
-    "gated delta rule": (lambda: run_delta_rule(True), 6),
-    "kimi delta attention": (lambda: run_delta_rule(True, 128), 6),
-    "delta rule without rates, of wide values": (lambda: run_delta_rule(False, v=3 * 64), 6),
+    "gated delta rule": (lambda: run_delta_rule(True), 8),
+    "kimi delta attention": (lambda: run_delta_rule(True, 128), 9),
+    "delta rule without rates, of wide values": (lambda: run_delta_rule(False, v=3 * 64), 8),
     "short convolution": (lambda: run_convolution(8192), 2),
     "hyper-connections": (lambda: run_hyper_connections(7168, torch.bfloat16), 7),
     "hyper-connections of fp32": (lambda: run_hyper_connections(4096, torch.float32), 5),

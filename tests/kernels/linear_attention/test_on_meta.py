@@ -90,6 +90,33 @@ def test_a_rule_saves_its_inputs_and_records_its_products(make, again, rest) -> 
     assert sum(found.launches.values()) == 3 + 2 + 4 + (make is per_dim)
 
 
+class Unsent:
+    """A chain without products or communication."""
+
+    def compute_initial_states(self, transitions: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
+        states = transitions.new_empty(*transitions.shape[:-1], value_dim)
+        return states, transitions[..., value_dim:].contiguous()
+
+    def compute_last_gradients(self, initial_gradients: Tensor, maps: Tensor) -> Tensor:
+        return torch.empty_like(initial_gradients)
+
+
+@pytest.mark.parametrize(("make", "map_columns"), [(rule_of, k), (per_dim, k), (without_rates, 0)])
+def test_a_chain_adds_two_scans(make, map_columns) -> None:
+    """Of last states and maps in forward, and of gradients in backward."""
+    cu_seqlens = torch.empty(3, dtype=torch.int32, device="meta")
+    alone, found = (
+        recorded(lambda chain=chain: gated_delta_rule(make(), cu_seqlens, chain=chain)[0])
+        for chain in (None, Unsent())
+    )
+    has_rates = make is not without_rates
+    scans = (1 + has_rates) * k * (v + map_columns) + (2 + has_rates) * k * v + CHUNK * v
+    assert sum(found.launches.values()) == sum(alone.launches.values()) + 2
+    assert found.flops - alone.flops == 2 * T * H * scans
+    states = 2 * H * k * 4 * (v + (map_columns or 1))  # and maps of two documents
+    assert found.kept - alone.kept == pytest.approx(states, abs=2**12)
+
+
 def test_a_convolution_saves_its_input() -> None:
     D = 2 * h * k + H * v
     cu_seqlens = torch.empty(2, dtype=torch.int32, device="meta")

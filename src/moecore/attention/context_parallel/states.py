@@ -1,22 +1,20 @@
 """Linear attention over cp ranks, which exchange the states before their chunks of documents.
 
 Legend: G ranks, n documents, 2 * n chunks of this rank, H value heads, k and v dims of a head, D
-channels, t tokens of this rank, w tokens that a convolution looks back.
+channels, t tokens of this rank, w tokens that a convolution looks back, X v + k or v + 1 columns.
 
 Each document is cut into 2 * G chunks (`kernels/zigzag.py`). Each rank stores two of them. The
 state of a document passes through the ranks in ascending, then in descending order:
 
     G = 2    rank 0: chunk 0 -> rank 1: chunk 1 -> rank 1: chunk 2 -> rank 0: chunk 3
 
-The output of a chunk is linear in the state S before it. A rank therefore computes its chunks once
-with S = 0, and with k extra columns of values: they are zero, and their initial state is the
-identity. The last state of the extra columns is the chunk's transition M, and their output is r:
+A rank first computes the last state L of each of its chunks from a zero state, and the map M of the
+chunk (`kernels/linear_attention/contract.py`). An all-to-all gives each rank L and M of all chunks
+for some documents and heads. The rank computes the states between chunks, S' = L + M S, and a
+second all-to-all returns the state before each chunk to the chunk's rank. The rank then computes
+outputs from these states. Backward passes gradients of states in the opposite direction:
 
-    last state = (last state with S = 0) + M S        o of a token = (o with S = 0) + S^T r
-
-An all-to-all gives each rank the states of all chunks for some documents and heads. The rank
-computes the state before each chunk, and a second all-to-all returns these states to the ranks of
-the chunks. Autograd differentiates all of it.
+    dS = (dS if the gradient dS' of the last state is zero) + M^T dS'
 
 Source: LASP-2 (arXiv:2502.07563), with the transitions of the delta rule.
 """
@@ -31,9 +29,7 @@ from torch import Tensor
 
 from moecore.base.torch_private import skips_communication
 from moecore.kernels.linear_attention import DeltaRule, causal_convolution, gated_delta_rule
-from moecore.moe.dispatch.collectives import all_gather_rows, exchange_with_grad
-
-MAX_GROUPS = 1023  # groups that torch's grouped product supports
+from moecore.moe.dispatch.collectives import all_gather_rows
 
 
 @dataclass(frozen=True)
@@ -79,72 +75,61 @@ class LocalChunks:
         before = last_GPwD.flatten(0, 1)[source]
         return before.masked_fill(~exists.flatten(0, 1)[..., None], 0)
 
-    def compute_initial_states(self, final_states: Tensor, value_dim: int) -> Tensor:
+    def compute_initial_states(self, transitions: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
         """Return the state before each of this rank's chunks of n documents, [2 * n, H, k, v].
 
-        `final_states` [2 * n, H, k, v + k] has each chunk's last state if the first is 0. Its last
-        k columns are the matrix that multiplies an initial state. v is `value_dim`. Collective.
+        Implements `StateChain`. The maps are those of all chunks of the documents and heads whose
+        states this rank computes. Collective.
         """
-        G, (num, H, k, _) = self.group.size(), final_states.shape
-        chains = final_states.unflatten(0, (num // 2, 2)).transpose(0, 1).flatten(1, 2)
-        num_chains = chains.shape[1]
-        chains = F.pad(chains, (0, 0, 0, 0, 0, -num_chains % G))
-        local_parts = self._exchange_states(chains.unflatten(1, (G, -1)).transpose(0, 1))
-        by_chunk = torch.cat((local_parts[:, 0], local_parts[:, 1].flip(0)))
-        states = [local_parts.new_zeros(local_parts.shape[2], k, value_dim)]
-        for last in by_chunk[:-1]:
-            states.append(torch.baddbmm(last[..., :value_dim], last[..., value_dim:], states[-1]))
-        first, second = torch.stack(states).chunk(2)
-        parts = self._exchange_states(torch.stack((first, second.flip(0)), dim=1))
-        parts = parts.transpose(0, 1).flatten(1, 2)[:, :num_chains]
-        return parts.unflatten(1, (num // 2, H)).transpose(0, 1).flatten(0, 1)  # type: ignore[no-any-return]
+        last, maps = self._send_chunks(transitions).tensor_split((value_dim,), dim=-1)
+        states = _accumulate(last, maps)
+        return self._return_chunks(states, transitions.shape), maps.contiguous()
 
-    def _exchange_states(self, x_G: Tensor) -> Tensor:
-        """All-to-all [G, ...] along the first dim; backward sends gradients by an all-to-all."""
+    def compute_last_gradients(self, initial_gradients: Tensor, maps: Tensor) -> Tensor:
+        """Return the gradient of the state after each of this rank's chunks. Collective."""
+        gradients = self._send_chunks(initial_gradients).flip(0)
+        maps = maps.flip(0) if maps.shape[-1] == 1 else maps.flip(0).mT
+        sums = _accumulate(gradients, maps).flip(0)
+        return self._return_chunks(sums, initial_gradients.shape)
 
-        def run_all_to_all(send_buffer: Tensor) -> Tensor:
-            recv_buffer = torch.empty_like(send_buffer, memory_format=torch.contiguous_format)
-            if not skips_communication(send_buffer):
-                dist.all_to_all_single(recv_buffer, send_buffer.contiguous(), group=self.group)
-            return recv_buffer
+    def _send_chunks(self, x_PHkX: Tensor) -> Tensor:
+        """Return [2 * G, N, k, X]: tensors of all chunks of N of the documents and heads."""
+        G, chains = self.group.size(), x_PHkX.unflatten(0, (-1, 2)).transpose(0, 1).flatten(1, 2)
+        chains = F.pad(chains, (0, 0, 0, 0, 0, -chains.shape[1] % G))
+        parts = self._run_all_to_all(chains.unflatten(1, (G, -1)).transpose(0, 1))
+        return torch.cat((parts[:, 0], parts[:, 1].flip(0)))
 
-        return exchange_with_grad(x_G, run_all_to_all, run_all_to_all)
+    def _return_chunks(self, by_chunk: Tensor, shape: torch.Size) -> Tensor:
+        """Return [2 * n, H, k, v], the states of this rank's chunks, from [2 * G, N, k, v]."""
+        early, late = by_chunk.chunk(2)
+        parts = self._run_all_to_all(torch.stack((early, late.flip(0)), dim=1))
+        n, H = shape[0] // 2, shape[1]
+        parts = parts.transpose(0, 1).flatten(1, 2)[:, : n * H]
+        return parts.unflatten(1, (n, H)).transpose(0, 1).flatten(0, 1)  # type: ignore[no-any-return]
+
+    def _run_all_to_all(self, send_buffer: Tensor) -> Tensor:
+        """All-to-all [G, ...] along the first dim."""
+        recv_buffer = torch.empty_like(send_buffer, memory_format=torch.contiguous_format)
+        if not skips_communication(send_buffer):
+            dist.all_to_all_single(recv_buffer, send_buffer.contiguous(), group=self.group)
+        return recv_buffer
+
+
+def _accumulate(terms: Tensor, maps: Tensor) -> Tensor:
+    """Return S with S[0] = 0 and S[i + 1] = terms[i] + maps[i] S[i].
+
+    maps[i] has matrices [N, k, k], or factors [N, k, 1].
+    """
+    states = [torch.zeros_like(terms[0])]
+    multiply = torch.mul if maps.shape[-1] == 1 else torch.matmul
+    for term, factors in zip(terms[:-1], maps[:-1], strict=True):
+        states.append(term + multiply(factors, states[-1]))
+    return torch.stack(states)
 
 
 def run_rule_over_ranks(rule: DeltaRule, chunks: LocalChunks) -> Tensor:
     """Return the outputs o_tHv of a delta rule for the local tokens of `chunks`. Collective."""
-    v_tHv, k = rule.v_THv, rule.k_Thk.shape[-1]
-    (_, H, v), num = v_tHv.shape, len(chunks.chunk_cu_seqlens) - 1
-    dtype = torch.promote_types(v_tHv.dtype, torch.float32)
-    initial = torch.eye(k, v + k, dtype=dtype, device=v_tHv.device).roll(v, 1)
-    initial = initial.expand(num, H, k, v + k).contiguous()
-    wide = rule._replace(v_THv=F.pad(v_tHv, (0, k)))
-    wide_tHv, states = gated_delta_rule(wide, chunks.chunk_cu_seqlens, initial)
-    zero_state_tHv, factors_tHk = wide_tHv.split((v, k), dim=-1)
-    entering = chunks.compute_initial_states(states, v).to(v_tHv.dtype)
-    outs = _apply_initial_states(factors_tHk, entering, chunks.chunk_cu_seqlens)
-    return zero_state_tHv + outs  # type: ignore[no-any-return]
-
-
-def _apply_initial_states(r_tHk: Tensor, states_PHkv: Tensor, chunk_cu_seqlens: Tensor) -> Tensor:
-    """Return [t, H, v]: each token's row of `r_tHk` times the state before the token's chunk."""
-    (t, H, k), num, v = r_tHk.shape, len(states_PHkv), states_PHkv.shape[-1]
-    multiple = 16 // r_tHk.element_size()  # strides of grouped_mm are multiples of 16 bytes
-    if k % multiple or v % multiple:
-        r_tHk = F.pad(r_tHk, (0, -k % multiple))
-        states_PHkv = F.pad(states_PHkv, (0, -v % multiple, 0, -k % multiple))
-    ends = (
-        chunk_cu_seqlens[1:]
-        + t * torch.arange(H, dtype=torch.int32, device=chunk_cu_seqlens.device)[:, None]
-    )
-    r_Htk, states_HPkv = r_tHk.transpose(0, 1), states_PHkv.transpose(0, 1)
-    outs = []
-    for heads in torch.arange(H, device="cpu").split(max(MAX_GROUPS // num, 1)):
-        part = slice(int(heads[0]), int(heads[-1]) + 1)
-        offsets = (ends[part] - part.start * t).flatten()
-        rows = r_Htk[part].flatten(0, 1)
-        outs.append(F.grouped_mm(rows, states_HPkv[part].flatten(0, 1), offs=offsets))
-    return torch.cat(outs)[:, :v].unflatten(0, (H, t)).transpose(0, 1)  # type: ignore[no-any-return]
+    return gated_delta_rule(rule, chunks.chunk_cu_seqlens, chain=chunks)[0]
 
 
 def causal_conv1d_over_ranks(

@@ -26,13 +26,16 @@ Per token and value head, with R value heads per key head, in multiply-adds and 
     kernel        multiply-adds                elements
     fwd_chunks    C (3 k + v) + 10 C^2         2 k + 2 k / R + 2 v + k + 2 C
     kda_fwd       C (13 k + v) + 10 C^2        7 k + 2 v + 2 C
-    fwd_states    2 k v                        k + k / R + 2 v + k v / C
+    fwd_states    2 k v, or 2 k (v + k)        k + k / R + 2 v + k v / C
     fwd_outputs   k v + C v                    k / R + 2 v + C + k v / C
     bwd_states    3 k v + C v                  k + 2 k / R + 2 v + C + k v / C
     bwd_chunks    3 k v + 2 C (2 k + v) + C v  2 k + 2 k / R + 5 v + C + 4 k v / C
     kda_scores    3 C v                        5 v + 3 C
     kda_bwd       3 k v + 24 C k               6 k + 4 v + 2 C + 2 k v / C
     bwd_norm      0                            2 k + 4 k / R
+
+With a `StateChain`, fwd_states runs with k more columns before it runs with the first states, and
+bwd_states runs once before the gradients of last states are known. Both then write no chunks.
 
 Source: Gated Delta Networks (arXiv:2412.06464), section 3.3, and Kimi Linear (arXiv:2510.26692),
 section 3; the gradients are derived by hand.
@@ -50,16 +53,18 @@ from moecore.kernels.common import can_use_kernel, cdiv, launch_or_record
 from moecore.kernels.linear_attention.chunked_kernel import (
     delta_rule_bwd_chunks_kernel,
     delta_rule_bwd_norm_kernel,
-    delta_rule_bwd_states_kernel,
     delta_rule_fwd_chunks_kernel,
     delta_rule_fwd_outputs_kernel,
-    delta_rule_fwd_states_kernel,
 )
-from moecore.kernels.linear_attention.contract import DeltaRule
+from moecore.kernels.linear_attention.contract import DeltaRule, StateChain
 from moecore.kernels.linear_attention.kda_kernel import (
     kda_bwd_chunks_kernel,
     kda_bwd_scores_kernel,
     kda_fwd_chunks_kernel,
+)
+from moecore.kernels.linear_attention.states_kernel import (
+    delta_rule_bwd_states_kernel,
+    delta_rule_fwd_states_kernel,
 )
 from moecore.kernels.zigzag import find_document_ids, get_shared_table
 
@@ -72,6 +77,7 @@ CHUNKS: dict[str, Any] = dict(num_warps=4, num_stages=1)
 STATES: dict[str, Any] = dict(BLOCK_V=32, num_warps=4, num_stages=3)
 OUTPUT: dict[str, Any] = dict(num_warps=4, num_stages=1)
 STATES_BWD: dict[str, Any] = dict(BLOCK_V=32, num_warps=4, num_stages=2)
+TRANSITIONS: dict[str, Any] = dict(BLOCK_V=64, num_warps=4, num_stages=2)
 BWD: dict[str, Any] = dict(BLOCK_K=32, num_warps=4, num_stages=1)
 KDA_CHUNKS: dict[str, Any] = dict(BLOCK_K=32, num_warps=8, num_stages=1)
 KDA_BWD: dict[str, Any] = dict(BLOCK_K=32, BLOCK_V=64, num_warps=8, num_stages=1)
@@ -98,7 +104,10 @@ def find_problem(rule: DeltaRule) -> str | None:
 
 
 def gated_delta_rule(
-    rule: DeltaRule, cu_seqlens: Tensor, initial_states_nHkv: Tensor | None
+    rule: DeltaRule,
+    cu_seqlens: Tensor,
+    initial_states_nHkv: Tensor | None,
+    chain: StateChain | None,
 ) -> tuple[Tensor, Tensor]:
     """Return outputs o_THv and each document's last state, computed by the kernels.
 
@@ -117,7 +126,7 @@ def gated_delta_rule(
         g = g.repeat_interleave(tiles, dim=1)
         beta = None if beta is None else beta.repeat_interleave(tiles, dim=1)
     o, last = _ChunkedRule.apply(
-        q, keys, values, g, beta, initial_states_nHkv, cu_seqlens, rule.scale, rule.norm_qk
+        q, keys, values, g, beta, initial_states_nHkv, cu_seqlens, rule.scale, rule.norm_qk, chain
     )
     last = last.unflatten(1, (H, tiles)).transpose(2, 3).flatten(3)
     return o.view(T, H, -1)[..., :v], last[..., :k, :v]
@@ -155,43 +164,44 @@ class _Chunks(NamedTuple):
 class _Scan:
     """The inputs of a rule, and the tensors that forward and backward compute from them."""
 
-    def __init__(self, rule: DeltaRule, cu_seqlens: Tensor, initial: Tensor | None) -> None:
+    def __init__(self, rule: DeltaRule, cu_seqlens: Tensor) -> None:
         self.q, self.k, self.v = map(_make_rows, rule[:3])
-        self.g, self.beta, self.initial = rule.g_THk.contiguous(), rule.beta_TH, initial
+        self.g, self.beta = rule.g_THk.contiguous(), rule.beta_TH
         if self.beta is not None:
             self.beta = self.beta.contiguous()
         self.scale, self.norm = rule.scale, rule.norm_qk
         (self.T, self.H, V), (h, K) = self.v.shape, self.k.shape[1:]
         self.chunks = _Chunks.make(cu_seqlens, self.T)
         self.num_chunks = self.chunks.table.shape[1]
+        self.state_shape = len(cu_seqlens) - 1, self.H, K, V
         self.sizes = dict(h=h, R=self.H // h, K=K, V=V, CHUNK=CHUNK)
         self.is_delta, self.is_per_dim = self.beta is not None, self.g.ndim == 3
         self.decays: dict[str, Any] = dict(PER_DIM=self.is_per_dim)
         if self.is_per_dim:  # decayed queries and keys belong to a value head
             self.decays |= dict(h=self.H, R=1)
-        self._compute()
+        self._compute_chunks()
 
     def launch(
         self, kernel: Any, grid: tuple[int, int], madds: int, *args: Any, **constants: Any
     ) -> None:
         """Launch a kernel, or record it with its multiply-adds per token and value head."""
         if self.k.is_meta:
-            n, K, V = len(self.chunks.first_chunks) - 1, self.sizes["K"], self.sizes["V"]
-            shape = n, self.H, self.T // max(1, n), K, V
+            n, H, K, V = self.state_shape
+            shape = n, H, self.T // max(1, n), K, V
             args = ScanSize(shape, 2 * self.T * self.H * madds), *args
         launch_or_record(kernel, grid, *args, **(self.sizes | constants))
 
-    def _compute(self) -> None:
-        """Compute what backward reads too: normed keys and queries, G, P, X, w, S and N."""
+    def _compute_chunks(self) -> None:
+        """Compute normed keys and queries, G, P, X, w and u."""
         (T, H), C = (self.T, self.H), CHUNK
         (_, h, K), V = self.k.shape, self.v.shape[-1]
         new = self.k.new_empty
         self.normed_q, self.normed_k = (new(T, H if self.is_per_dim else h, K) for _ in range(2))
         self.decay, self.scores = new(self.g.shape, dtype=torch.float32), new(T, H, C)
         self.inverse = self.w = self.normed_k  # without beta no kernel accesses them
-        u, beta = self.v, self.g
-        if self.beta is not None:
-            self.inverse, self.w, u, beta = new(T, H, C), new(T, H, K), new(T, H, V), self.beta
+        self.u, beta = self.v, self.g if self.beta is None else self.beta
+        if self.is_delta:
+            self.inverse, self.w, self.u = new(T, H, C), new(T, H, K), new(T, H, V)
         strides = self.q.stride(0), self.k.stride(0), self.v.stride(0)
         kernel, pairs = delta_rule_fwd_chunks_kernel, C * K
         options = dict(HAS_BETA=self.is_delta, **CHUNKS)
@@ -202,27 +212,43 @@ class _Scan:
             (self.num_chunks, H),
             pairs + self.is_delta * (pairs + C * (10 * C + K + V)),
             *(self.q, self.k, self.v, self.g, beta, self.chunks.table),
-            *(self.normed_q, self.normed_k, self.decay, self.scores, self.inverse, self.w, u),
+            *(self.normed_q, self.normed_k, self.decay, self.scores, self.inverse, self.w, self.u),
             *(*strides, self.scale, self.num_chunks),
             LEVELS=LEVELS,
             NORM=self.norm,
             **options,
         )
-        n = len(self.chunks.first_chunks) - 1
-        self.states, self.last = new(self.num_chunks, H, K, V), new(n, H, K, V, dtype=torch.float32)
-        self.updates = u if self.beta is None else torch.empty_like(u)
+
+    def compute_transitions(self) -> Tensor:
+        """Return L and M (see `contract.py`) of each document, fp32 [n, H, k, v + k or 1]."""
+        return self._scan_states(None, map_columns=self.sizes["K"] if self.is_delta else 1)
+
+    def compute_states(self, initial: Tensor | None) -> None:
+        """Compute S and N, and the last states, from each document's initial state."""
+        self.states = self.k.new_empty(self.num_chunks, *self.state_shape[1:])
+        self.updates = torch.empty_like(self.u) if self.is_delta else self.u
+        self.last = self._scan_states(initial)
+
+    def _scan_states(self, initial: Tensor | None, map_columns: int = 0) -> Tensor:
+        """Return the last state of each document, and columns of its map."""
+        n, H, K, V = self.state_shape
+        options = TRANSITIONS if map_columns else STATES
+        last = self.k.new_empty(n, H, K, V + map_columns, dtype=torch.float32)
+        columns = V + (map_columns if self.is_delta else 0)
+        outs = (self.u, self.u) if map_columns else (self.states, self.updates)
         self.launch(
             delta_rule_fwd_states_kernel,
-            (n * H, V // STATES["BLOCK_V"]),
-            (1 + self.is_delta) * K * V,
-            *(self.normed_k, self.w, u, self.decay, *self.chunks[:2]),
-            *(self.last if self.initial is None else self.initial, self.states, self.updates),
-            *(self.last, u.stride(0)),
-            HAS_INITIAL=self.initial is not None,
+            (n * H, columns // options["BLOCK_V"]),
+            (1 + self.is_delta) * K * columns,
+            *(self.normed_k, self.w, self.u, self.decay, *self.chunks[:2]),
+            *(last if initial is None else initial, *outs, last, self.u.stride(0)),
+            HAS_INITIAL=initial is not None,
             HAS_BETA=self.is_delta,
+            MAP_COLUMNS=map_columns,
             **self.decays,
-            **STATES,
+            **options,
         )
+        return last
 
     def compute_outputs(self) -> Tensor:
         """Return the outputs o_THv."""
@@ -238,21 +264,33 @@ class _Scan:
         )
         return o
 
-    def compute_gradients(self, do: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k, v, g, beta and the initial states."""
-        (_, h, K), V, is_delta = self.k.shape, self.v.shape[-1], self.is_delta
-        dstates, dupdates = torch.empty_like(self.states), torch.empty_like(do)
-        dinitial, n = torch.empty_like(dlast), len(dlast)
+    def compute_initial_gradients(self, do: Tensor, dlast: Tensor | None, *outs: Tensor) -> Tensor:
+        """Return the gradients of first states. If `dlast` is None, gradients of last states are 0.
+
+        Otherwise dS' and dN are written to the tensors `outs`.
+        """
+        n, H, K, V = self.state_shape
+        options = TRANSITIONS if dlast is None else STATES_BWD
+        dinitial = do.new_empty(self.state_shape, dtype=torch.float32)
+        inputs = dinitial if dlast is None else dlast, *(outs or (do, do))
         self.launch(
             delta_rule_bwd_states_kernel,
-            (n * self.H, V // STATES_BWD["BLOCK_V"]),
-            (2 + is_delta) * K * V + CHUNK * V,
+            (n * H, V // options["BLOCK_V"]),
+            (2 + self.is_delta) * K * V + CHUNK * V,
             *(self.normed_q, self.normed_k, self.w, self.scores, self.decay, do),
-            *(*self.chunks[:2], dlast, dstates, dupdates, dinitial),
-            HAS_BETA=is_delta,
+            *(*self.chunks[:2], *inputs, dinitial),
+            HAS_BETA=self.is_delta,
+            IS_TRANSITION=dlast is None,
             **self.decays,
-            **STATES_BWD,
+            **options,
         )
+        return dinitial
+
+    def compute_gradients(self, do: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k, v, g, beta and the initial states."""
+        h, K = self.k.shape[1:]
+        dstates, dupdates = torch.empty_like(self.states), torch.empty_like(do)
+        dinitial = self.compute_initial_gradients(do, dlast, dstates, dupdates)
         dv, dg, dbeta = dupdates, torch.empty_like(self.g), None
         if self.beta is not None:
             dv, dbeta = torch.empty_like(do), torch.empty_like(self.beta)
@@ -266,7 +304,7 @@ class _Scan:
         for x, dx_THk, dx, scale in gradients:
             args = x, dx_THk, dx, x.stride(0), scale, self.T
             launch_or_record(delta_rule_bwd_norm_kernel, grid, *args, **self.sizes, NORM=self.norm)
-        return dq, dk, dv, dg, dbeta, None if self.initial is None else dinitial
+        return dq, dk, dv, dg, dbeta, dinitial
 
     def _launch_chunk_gradients(self, do: Tensor, dN: Tensor, dS: Tensor, *grads: Tensor) -> None:
         """Compute the gradients of normed q and k, v, g and beta, with a decay per head."""
@@ -316,21 +354,30 @@ def _make_rows(x_THX: Tensor) -> Tensor:
 
 
 class _ChunkedRule(torch.autograd.Function):
-    """apply(q, k, v, g, beta, initial, cu_seqlens, scale, norm_qk) -> outputs, last states."""
+    """apply(q, k, v, g, beta, initial, cu_seqlens, scale, norm_qk, chain) -> outputs, last."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, g, beta, initial, cu_seqlens, scale, norm = inputs
+        q, k, v, g, beta, initial, cu_seqlens, scale, norm, ctx.chain = inputs
+        scan, maps = _Scan(DeltaRule(q, k, v, g, beta, scale, norm), cu_seqlens), None
+        if ctx.chain is not None:
+            transitions = scan.compute_transitions()
+            initial, maps = ctx.chain.compute_initial_states(transitions, v.shape[-1])
         initial = None if initial is None else initial.contiguous()
-        ctx.save_for_backward(q, k, v, g, beta, initial, cu_seqlens)
+        ctx.save_for_backward(q, k, v, g, beta, initial, cu_seqlens, maps)
         ctx.options = scale, norm
-        scan = _Scan(DeltaRule(q, k, v, g, beta, scale, norm), cu_seqlens, initial)
+        scan.compute_states(initial)
         return scan.compute_outputs(), scan.last
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, g, beta, initial, cu_seqlens = ctx.saved_tensors
-        scan = _Scan(DeltaRule(q, k, v, g, beta, *ctx.options), cu_seqlens, initial)
+        q, k, v, g, beta, initial, cu_seqlens, maps = ctx.saved_tensors
+        scan = _Scan(DeltaRule(q, k, v, g, beta, *ctx.options), cu_seqlens)
         do, dlast = (grad.contiguous() for grad in grads)
-        return *scan.compute_gradients(do, dlast), None, None, None
+        if ctx.chain is not None:
+            initial_gradients = scan.compute_initial_gradients(do, None)
+            dlast = ctx.chain.compute_last_gradients(initial_gradients, maps)
+        scan.compute_states(initial)
+        *dinputs, dinitial = scan.compute_gradients(do, dlast.contiguous())
+        return *dinputs, dinitial if ctx.needs_input_grad[5] else None, *(None,) * 4

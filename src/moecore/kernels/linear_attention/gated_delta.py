@@ -18,13 +18,15 @@ Source: Gated Delta Networks (arXiv:2412.06464), section 3.3.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.kernels.common import disable_autocast, warn_on_fallback
 from moecore.kernels.linear_attention import chunked
-from moecore.kernels.linear_attention.contract import DeltaRule
+from moecore.kernels.linear_attention.contract import DeltaRule, StateChain
 from moecore.kernels.zigzag import find_document_ids, find_positions_in_documents
 
 CHUNK = 64
@@ -97,8 +99,56 @@ def gated_delta_rule_ref(
     )
 
 
+def compute_transitions_ref(rule: DeltaRule, cu_seqlens: Tensor) -> Tensor:
+    """Return [n, H, k, v + k or 1], L and M of each document, for `StateChain`.
+
+    They are the last state of a rule with k more columns of values. These values are zero, and
+    their initial state is the identity.
+    """
+    (_, H, v), k, n = rule.v_THv.shape, rule.k_Thk.shape[-1], len(cu_seqlens) - 1
+    dtype = torch.promote_types(rule.v_THv.dtype, torch.float32)
+    identity = torch.eye(k, dtype=dtype, device=rule.v_THv.device)
+    wide = rule._replace(v_THv=F.pad(rule.v_THv, (0, k)))
+    initial = F.pad(identity, (v, 0)).expand(n, H, k, v + k)
+    _, last = gated_delta_rule_ref(wide, cu_seqlens, initial)
+    if rule.beta_TH is not None:
+        return last
+    return torch.cat((last[..., :v], last[..., v:].sum(-1, keepdim=True)), dim=-1)
+
+
+class _ChainedReference(torch.autograd.Function):
+    """apply(q, k, v, g, beta, scale, norm_qk, cu_seqlens, chain) -> outputs, last states."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        rule, (cu_seqlens, ctx.chain) = DeltaRule(*inputs[:7]), inputs[7:]
+        transitions = compute_transitions_ref(rule, cu_seqlens)
+        states = ctx.chain.compute_initial_states(transitions, rule.v_THv.shape[-1])
+        ctx.save_for_backward(*rule[:5], cu_seqlens, *states)
+        ctx.options = rule[5:]
+        return gated_delta_rule_ref(rule, cu_seqlens, states[0])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, cu_seqlens, initial, maps = ctx.saved_tensors
+        leaves: list[Any] = [
+            x if x is None else x.detach().requires_grad_() for x in (*inputs, initial)
+        ]
+        with torch.enable_grad():
+            rule = DeltaRule(*leaves[:5], *ctx.options)
+            outs = gated_delta_rule_ref(rule, cu_seqlens, leaves[5])
+        dinitial = torch.autograd.grad(outs[0], leaves[5:], grads[0], retain_graph=True)
+        dlast = ctx.chain.compute_last_gradients(*dinitial, maps)
+        torch.autograd.backward(outs, (grads[0], dlast))
+        return *(None if x is None else x.grad for x in leaves[:5]), *(None,) * 4
+
+
 def gated_delta_rule(
-    rule: DeltaRule, cu_seqlens: Tensor, initial_states_nHkv: Tensor | None = None
+    rule: DeltaRule,
+    cu_seqlens: Tensor,
+    initial_states_nHkv: Tensor | None = None,
+    chain: StateChain | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs of linear attention by a gated delta rule, and each document's last state.
 
@@ -108,9 +158,12 @@ def gated_delta_rule(
         rule: tensors of any strides; q, k and v have one float dtype, which the outputs have too.
         cu_seqlens: int32 [n + 1]: each document's first token, then T. Documents may be empty.
         initial_states_nHkv: each document's initial state, fp32 (fp64 for fp64); None = 0.
+        chain: computes the initial states instead. Last states then get no gradient from outside.
     """
     with disable_autocast(rule.v_THv):
         if (problem := chunked.find_problem(rule)) is None:
-            return chunked.gated_delta_rule(rule, cu_seqlens, initial_states_nHkv)
+            return chunked.gated_delta_rule(rule, cu_seqlens, initial_states_nHkv, chain)
         warn_on_fallback(rule.v_THv, f"a gated delta rule ({problem})")
+        if chain is not None:
+            return _ChainedReference.apply(*rule, cu_seqlens, chain)  # type: ignore[no-any-return]
         return gated_delta_rule_ref(rule, cu_seqlens, initial_states_nHkv)
