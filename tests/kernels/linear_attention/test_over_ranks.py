@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from moecore.attention.context_parallel.local_tokens import ContextParallel
 from moecore.attention.linear import attend_linear
-from moecore.kernels.common import INTERPRET
+from moecore.kernels.triton_api import INTERPRET
 from tests.attention.linear_cases import ratios_of_halves, shared_tokens
 from tests.helpers.ranks import run_ranks
 from tests.kernels.linear_attention.test_linear_attention import KINDS, rule_of

@@ -4,8 +4,8 @@ They compute the state before each chunk, and in reverse the gradient of the sta
 A document is one program per value head and BLOCK_V columns, because columns are independent.
 """
 
-from moecore.kernels.common import tl, triton
 from moecore.kernels.linear_attention.chunked_kernel import load_columns, load_rows, store_rows
+from moecore.kernels.triton_api import tl, triton
 
 
 @triton.jit
