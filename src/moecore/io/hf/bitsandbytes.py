@@ -118,7 +118,7 @@ class NF4Collector(ErrorKeeper):
 
     def compute_error(self) -> float:
         """Return the norm of all rounding errors over the norm of the weights. Collective."""
-        error, weight = sum(gather_objects(self._squares))
+        error, weight = torch.stack(gather_objects(self._squares)).sum(0)
         return float((error / weight).sqrt())
 
     def collect_tensor(self, item: Item, writer_rank: int) -> Tensor | None:
