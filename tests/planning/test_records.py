@@ -48,7 +48,7 @@ GPUS = {
 
 LORA = PLANNING.parent / "lora" / "2026-11-30-nvidia-h200.jsonl"
 ADAPTED = {
-    re.sub(r"--results \S+ ?", "", row["command"]): row
+    (re.sub(r"--results \S+ ?", "", row["command"]), str(row.get("document_len"))): row
     for row in map(json.loads, LORA.read_text().splitlines())
     if not row["fp8_base"] and row.get("variant", "moecore") == "moecore"
 }
@@ -108,12 +108,12 @@ def test_copies_to_the_host_are_the_wall_beyond_compute() -> None:
         assert hidden == ("offloaded" not in case and "levers" not in case), case
 
 
-@pytest.mark.parametrize("case", ADAPTED)
-def test_adapters(case: str) -> None:
-    """Plans of LoRA on a transformers model, whose norms are one kernel each."""
+@pytest.mark.parametrize("case", ADAPTED, ids=" ".join)
+def test_fine_tuning(case: tuple[str, str]) -> None:
+    """Plans of LoRA and of all weights of a transformers model, whose norms are one kernel each."""
     row = ADAPTED[case]
     config = make_hf_config(row["preset"], row["layers"]).to_dict()
-    lora, kind = LoRAOptions(rank=row["rank"]), row["precision"]
+    lora, kind = LoRAOptions(rank=row["rank"]) if row["rank"] else None, row["precision"]
     run = TrainingRun(
         model=replace(TransformersModel.of(config), lora=lora, recompute=row["checkpointing"]),
         num_gpus=1,
@@ -121,8 +121,12 @@ def test_adapters(case: str) -> None:
         batch_size=row["batch_size"],
         precision=kind and Precision(frozen=kind, frozen_dense=row.get("frozen_dense", False)),
         memory=MemoryOptions(offload_frozen=row.get("offload_frozen", False)),
-        optimizer=OptimizerOptions(moment_dtype=row["moments"]),
-        fsdp=FSDPOptions(param_dtype=torch.bfloat16, dense_strategy="optim"),
+        optimizer=OptimizerOptions(moment_dtype=row["moments"], master_remainder=not lora),
+        fsdp=FSDPOptions(
+            param_dtype=torch.bfloat16,
+            reduce_dtype=torch.float32 if lora else torch.bfloat16,
+            dense_strategy="optim",
+        ),
     )
     bound = 0.01 if kind and row["preset"].startswith("qwen3") else 0.03
     assert max(plan_peak_memory(run)) / 2**30 == pytest.approx(row["peak_gib"], rel=bound)

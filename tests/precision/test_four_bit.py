@@ -32,6 +32,7 @@ from moecore.io import (
 from moecore.kernels.rows.four_bit import FORMATS, dequantise, quantise
 from moecore.moe import stored_weights
 from moecore.moe.stored_weights import get_four_bit_blocks, read_four_bit_values
+from moecore.parallel.model.parallel_state import get_parallel_state
 from moecore.precision import stored as stored_linears
 from tests.families.transformers.hf_models import random_model
 from tests.families.transformers.lora_cases import adapted_model, batches, lora_config, peft
@@ -96,6 +97,21 @@ def test_loss_and_gradients_are_of_the_dequantised_values(no_group_left, name, k
         assert len(set(dims)) == 1, "rows of all matrices have as many values"
         num_bytes -= numel // min(dims)
     assert num_bytes * 8 == FORMATS[kind].bits * numel
+
+
+@kinds
+@pytest.mark.parametrize("name", MODELS)
+def test_plans_count_all_scales(no_group_left: None, name: str, kind: Any) -> None:
+    sizes = MODELS[name] | dict(hidden_size=128)
+    model = adapted_model(name, sizes)
+    precision = Precision(frozen=kind, frozen_dense=True)
+    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), precision=precision)
+    named = {n.removeprefix("base_model.model."): p for n, p in model.named_parameters()}
+    blocks = {n: get_four_bit_blocks(p) for n, p in named.items()}
+    found = {n: sum(t.nbytes for t in b.tensors()) for n, b in blocks.items() if b is not None}
+    assert len(found) > len(matrices(model)) > 1
+    params = get_parallel_state(model).plan.params
+    assert {p.name: p.num_bytes() for p in params if p.frozen} == found
 
 
 @pytest.mark.gpu

@@ -201,13 +201,21 @@ def test_from_files_to_a_merged_export(no_group_left: None, tmp_path: Path) -> N
     export_hf(model, tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
     exported = merged.state_dict()
+    report = export_hf(model, tmp_path / "nf4", quantization="bitsandbytes")
+    sums = {
+        name: dequantise(quantise(originals[name], "nf4"), torch.float32)
+        for name in (n.removeprefix("base_model.model.").replace(".base_layer", "") for n in stored)
+        if ".experts." not in name
+    }
     for module_name, module in model.named_modules():
         if isinstance(module, peft.tuners.lora.Linear):
             name = module_name.removeprefix("base_model.model.") + ".weight"
             a, b = (m["default"].weight.to_local().float() for m in (module.lora_A, module.lora_B))
-            wide = dequantise(quantise(originals[name], "nf4"), torch.float32)
-            expected = (wide + (b @ a) * module.scaling["default"]).bfloat16()
-            assert torch.equal(exported[name], expected), name
+            sums[name] += (b @ a) * module.scaling["default"]
+            assert torch.equal(exported[name], sums[name].bfloat16()), name
+    errors = [dequantise(quantise(x, "nf4"), torch.float32) - x for x in sums.values()]
+    norms = [torch.cat([x.flatten() for x in xs]).norm() for xs in (errors, sums.values())]
+    assert report.nf4_error == pytest.approx(float(norms[0] / norms[1]), rel=1e-4)
 
 
 def test_linears_with_a_recipe_keep_their_dtype(no_group_left: None) -> None:

@@ -47,7 +47,8 @@ class LogProbLoss(CheckedRecord):
             each position (already shifted), or -100 for positions without a log-probability.
         function: maps log-probabilities and entropies, fp32 [B, T], to an fp32 scalar loss. The
             log-probability is 0 where the label is -100. Entropies are None without `entropy`.
-            Every cp and tp rank calls the function with identical values.
+            Every cp and tp rank calls the function with identical values. A repeated step calls
+            the function again, so the function may overwrite a result, but not add to it.
         temperature: divisor of the logits.
         entropy: whether entropies are computed.
     """
@@ -129,7 +130,7 @@ def make_adapter_loss(
         adapter_ids_B: int32 or int64, the adapter of each row.
         num_labels_N: number of labels of each of N adapters. With `parallelize_moe(loss="sum")`,
             count the labels of all data ranks and micro-batches of the step.
-        losses_N: fp32, to which the forward adds the loss of each adapter, without a gradient.
+        losses_N: fp32, which the forward sets to the loss of each adapter, without a gradient.
     """
     check_arguments(make_adapter_loss, locals())
     ids_B = adapter_ids_B.to(labels_BT.device)
@@ -138,7 +139,7 @@ def make_adapter_loss(
     def loss(log_probs_BT: Tensor, _entropy: Tensor | None) -> Tensor:
         losses_B = -log_probs_BT.sum(1) / divisors_B
         if losses_N is not None:
-            losses_N.index_add_(0, ids_B, losses_B.detach().to(losses_N.dtype))
+            losses_N.zero_().index_add_(0, ids_B, losses_B.detach().to(losses_N.dtype))
         return losses_B.sum()
 
     return LogProbLoss(labels_BT=labels_BT, function=loss)

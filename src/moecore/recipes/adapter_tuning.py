@@ -74,10 +74,6 @@ class AdapterTuning(FineTuning):
 
     held_out_of: Mapping[str, Sequence[Any]]  # examples that are evaluated, by adapter
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.losses_N = torch.zeros(len(self.held_out_of), dtype=torch.float32, device=self.device)
-
     def list_clip_groups(self) -> list[list[nn.Parameter]]:
         """Return the parameters of each adapter."""
         entries = (collect_adapter_tensors(self.model, name) for name in self.held_out_of)
@@ -88,13 +84,13 @@ class AdapterTuning(FineTuning):
         """Run the micro-batches; return this rank's part of the mean over adapters of the loss."""
         assert isinstance(batch, StepBatch)
         num_labels_AB = (batch.labels_ABT != IGNORE_INDEX).sum(2)
-        counts_N = torch.zeros(len(self.losses_N), dtype=torch.int64, device="cpu")
+        counts_N = torch.zeros(len(self.held_out_of), dtype=torch.int64, device="cpu")
         counts_N.index_add_(0, batch.extras[0].flatten(), num_labels_AB.flatten())
         counts_N = copy_to_device(counts_N, self.device)
         dist.all_reduce(counts_N)
         num_copies = dist.get_world_size() // self.meshes.data_ranks
-        self.losses_N.zero_()
         loss = super().forward_backward(counts_N // num_copies, batch)
+        self.losses_N = torch.stack(self.losses).sum(0)  # of this step, over all ranks
         dist.all_reduce(self.losses_N)
         self.losses_N /= num_copies
         return loss / len(self.losses_N)
@@ -103,15 +99,17 @@ class AdapterTuning(FineTuning):
         self, num_labels: Tensor, micro_batches: Iterable[Sequence[Tensor]]
     ) -> list[dict[str, Any]]:
         """Return the forward arguments; `num_labels` is of each adapter, or one for all."""
-        inputs, divisors_N = [], num_labels.expand(len(self.losses_N))
+        inputs, divisors_N = [], num_labels.expand(len(self.held_out_of))
+        self.losses = list[Tensor]()  # of each micro-batch
         for *parts, ids_B in micro_batches:
-            loss = make_adapter_loss(parts[1], ids_B, divisors_N, self.losses_N)
+            self.losses.append(torch.zeros_like(divisors_N, dtype=torch.float32))
+            loss = make_adapter_loss(parts[1], ids_B, divisors_N, self.losses[-1])
             inputs.append(make_scored_inputs(loss, *parts) | {"adapter_ids": ids_B})
         return inputs
 
     def get_data_metrics(self) -> dict[str, Any]:
         """Return the loss of each adapter in the last step."""
-        losses = zip(self.held_out_of, self.losses_N.clone(), strict=True)
+        losses = zip(self.held_out_of, self.losses_N, strict=True)
         return {f"loss/{name}": loss for name, loss in losses}
 
     def evaluate(self) -> Metrics:

@@ -166,7 +166,8 @@ def test_files_of_an_export(no_group_left: None, tmp_path: Path) -> None:
 
     model = frozen_model()
     with patch.object(bitsandbytes, "quantise", side_effect=quantise) as counted:
-        export_hf(model, tmp_path / "export", quantization="bitsandbytes")
+        report = export_hf(model, tmp_path / "export", quantization="bitsandbytes")
+    assert report.nf4_error == 0
     assert counted.call_count == 2 * 7  # each linear once
     stored = load_file(tmp_path / "export" / "model.safetensors")
     name = "model.layers.1.self_attn.o_proj.weight"

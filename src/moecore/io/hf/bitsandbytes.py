@@ -20,7 +20,7 @@ from moecore.io.checkpoint.ranks import get_rank_and_world
 from moecore.io.hf.collect import Collector, ErrorKeeper, Item
 from moecore.io.hf.export_plan import ExportPlan
 from moecore.io.hf.quant import BNB_STATES
-from moecore.kernels.rows.four_bit import FORMATS, quantise
+from moecore.kernels.rows.four_bit import FORMATS, dequantise, quantise
 from moecore.moe.stored_weights import get_four_bit_blocks
 
 GROUP = FORMATS["nf4"].group
@@ -113,6 +113,13 @@ class NF4Collector(ErrorKeeper):
         self._collector = collector
         # By weight and writer rank; the keys are equal on all ranks.
         self._codes: dict[tuple[str, int], Tensor | None] = {}
+        # Sums of squares on this rank: of rounding errors, and of weights.
+        self._squares = torch.zeros(2, dtype=torch.float64, device="cpu")
+
+    def compute_error(self) -> float:
+        """Return the norm of all rounding errors over the norm of the weights. Collective."""
+        error, weight = torch.stack(gather_objects(self._squares)).sum(0)
+        return float((error / weight).sqrt())
 
     def collect_tensor(self, item: Item, writer_rank: int) -> Tensor | None:
         """Return the full tensor on the CPU of rank `writer_rank`, and None on other ranks."""
@@ -128,6 +135,8 @@ class NF4Collector(ErrorKeeper):
         with self._keep_error():
             if weight is not None:
                 blocks = quantise(weight, "nf4")
+                errors = dequantise(blocks, torch.float32).sub_(weight)
+                self._squares += torch.stack([x.double().square().sum() for x in (errors, weight)])
                 scales = blocks.scales.flatten()
                 self._codes[key] = blocks.values.reshape(-1, 1)
         return scales if is_scale else self._codes.pop(key)

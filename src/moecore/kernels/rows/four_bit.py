@@ -66,8 +66,14 @@ class FourBitFormat:
 
     @property
     def bits(self) -> float:
-        """Bits per value, including its share of the group's scale."""
+        """Bits per value, including its share of the group's scale, without the row's scale."""
         return 4 + 8 * self.scale_dtype.itemsize / self.group
+
+    def count_bytes(self, shape: tuple[int, ...], k: int) -> int:
+        """Return the bytes of values and scales of a tensor with groups along dim `k`."""
+        numel = math.prod(shape)
+        num_row_scales = numel // max(1, shape[k]) if self.has_row_scale else 0
+        return int(numel * self.bits) // 8 + num_row_scales
 
 
 FORMATS: dict[FrozenFormat, FourBitFormat] = {

@@ -59,6 +59,7 @@ class ParamPlan:
     # rows per rank, and the remaining rows on the last ranks.
     placements: tuple[AxisPlacement, ...]
     frozen: FrozenFormat | None = None  # the 4-bit format in which the parameter is stored
+    summed_dim: int = -1  # that matmuls sum, along which values in 4 bits share scales
     on_host: bool = False  # whether the shard, or its 4-bit blocks, are in host memory
 
     @property
@@ -72,8 +73,10 @@ class ParamPlan:
 
     def num_bytes(self, coordinate: Coordinate | None = None) -> int:
         """Return the bytes of a rank's shard; `coordinate` = {axis: index}, None = rank 0."""
-        bits = 8 * self.itemsize if self.frozen is None else FORMATS[self.frozen].bits
-        return int(math.prod(self.local_shape(coordinate)) * bits) // 8
+        shape = self.local_shape(coordinate)
+        if self.frozen is None:
+            return math.prod(shape) * self.itemsize
+        return FORMATS[self.frozen].count_bytes(shape, self.summed_dim)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

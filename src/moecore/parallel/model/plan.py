@@ -170,8 +170,10 @@ class _PlanBuilder:
         layers = {clean_name(n): m for n, m in named if isinstance(m, RoutedLayer)}
         kind_of = make_kind_lookup(self.model, layers)
         experts = {param: m for m in self.model_units.experts for param in m.parameters()}
-        matrices = {getattr(m, n) for m in self.model_units.experts for n in m.summed_dims}
-        matrices |= self.frozen_dense
+        matrices = {
+            getattr(m, n): k for m in self.model_units.experts for n, k in m.summed_dims.items()
+        }
+        matrices |= dict.fromkeys(self.frozen_dense, 1)
         return {
             name: ParamPlan(
                 name=name,
@@ -183,6 +185,7 @@ class _PlanBuilder:
                 mesh="expert" if param in experts else "dense",
                 placements=self._plan_placements(param, experts.get(param)),
                 frozen=self.frozen if param in matrices else None,
+                summed_dim=matrices.get(param, -1),
                 on_host=self.offloads_params
                 or (self.offloads_frozen and param in matrices and param in experts),
             )
