@@ -266,7 +266,9 @@ class Engine:
             with tapes:
                 step.compute_losses(micro_batches)
             if routes:
-                scores = replace(scores, routes_NLK=self._layers.gather_routes(batch))
+                num_tokens = len(batch.rollouts.tokens_N)
+                routes_NLK = self._layers.gather_routes(rows, num_tokens, batch.groups)
+                scores = replace(scores, routes_NLK=routes_NLK)
             return batch.reduce_scores(scores)
 
     @contextmanager
