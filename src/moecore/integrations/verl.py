@@ -55,7 +55,7 @@ from moecore.rl.batches import schedule_rows
 from moecore.rl.micro_batches import RolloutRow, RowLimits, build_row
 from moecore.rl.rollouts import Rollouts
 from moecore.rl.routes import RoutedLayers
-from moecore.train.loss_scale import DynamicLossScale, is_fp16
+from moecore.train.loss_scale import make_loss_scale
 from moecore.train.memory.training_offload import Part, TrainingOffload
 from moecore.train.optim.adamw import AdamW
 from moecore.train.step import TrainStep
@@ -152,7 +152,7 @@ class MoECoreEngine(BaseEngine):
             self.optimizer = AdamW(self.module.parameters(), **options)
             self.lr_scheduler = self._make_lr_schedule(self.optimizer)
         max_norm = self.optimizer_config.clip_grad if self.optimizer else None
-        scale = DynamicLossScale() if is_fp16(self.module) else None
+        scale = make_loss_scale(self.module)
         self._step = TrainStep(self.module, self.optimizer, max_norm=max_norm, loss_scale=scale)
         self._offload = TrainingOffload(self.module, self.optimizer)
         self._weights = stream_weights(self.module)
