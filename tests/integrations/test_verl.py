@@ -35,7 +35,7 @@ OFFLOAD = dict(param_offload=True, optimizer_offload=True)
 # name -> degrees, other fields of the engine's configuration
 CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "dp6-ep3": (dict(ep=3), {}),
-    "hsdp3-dp2-ep2": (dict(dp_replicate=3, dp_shard=2, ep=2), {}),
+    "hsdp3-dp2-ep3-etp2": (dict(dp_replicate=3, dp_shard=2, ep=3, etp=2), {}),
     "cp3-dp2-ep2": (dict(cp=3, ep=2), {}),
     "dp3-tp2-ep3": (dict(tp=2, ep=3), OFFLOAD),
     "pp3-dp2-ep2": (dict(pp=3, ep=2), OFFLOAD),
@@ -49,6 +49,7 @@ REPLAYS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "replay pp3-tp2-ep2": (dict(pp=3, tp=2, ep=2), OFFLOAD),
     "replay dynamic-dp6-ep3": (dict(ep=3), DYNAMIC | OFFLOAD),
     "replay fp16 cp3-dp2-ep2": (dict(cp=3, ep=2), OFFLOAD | FP16),
+    "replay fp16 pp3-tp2-ep2": (dict(pp=3, tp=2, ep=2), OFFLOAD | FP16),
     "replay fp16 dynamic-dp6-ep3": (dict(ep=3), DYNAMIC | OFFLOAD | FP16),
 }
 
@@ -214,24 +215,25 @@ def run_replay(folder: str, parallel: dict[str, int], **fields: Any) -> dict[str
     """Record experts, and train with other experts for some tokens."""
     fields |= {"router_replay": EngineRouterReplayConfig(mode="R2")}
     engine = engine_of(folder, parallel, **fields)
-    part, how = part_of(engine), {"enable_routing_replay": True}
+    part = part_of(engine)
 
     def score(**more: Any) -> dict[str, Any]:
         with engine.eval_mode(), torch.no_grad():
             return engine.infer_batch(batch(part, **more))
 
-    found: dict[str, Any] = {"routes": rows_of(engine, score(**how), "routed_experts")}
+    found: dict[str, Any] = {"routes": rows_of(engine, score(), "routed_experts")}
     forced = [
         (row + (torch.arange(len(row)) % 3 == 0)[:, None, None]) % EXPERTS
         for row in found["routes"]
     ]
     for row in forced:
         row[-1] = 0  # verl's fill: rollout servers route no last token
-    found["log-probs"] = rows_of(engine, score(routes=forced, **how), "log_probs")
-    found |= {"by routers": rows_of(engine, score(routes=forced), "log_probs"), "norms": []}
+    found["log-probs"] = rows_of(engine, score(routes=forced), "log_probs")
+    by_routers = score(routes=forced, enable_routing_replay=False)
+    found |= {"by routers": rows_of(engine, by_routers, "log_probs"), "norms": []}
     for _ in range(2):
         with engine.train_mode():
-            out = engine.train_batch(batch(part, forced, **how), partial(sft_loss, None))
+            out = engine.train_batch(batch(part, forced), partial(sft_loss, None))
         found["norms"].append(collected(engine, out["metrics"].get("grad_norm"))[-1])
     return found | {"weights": weights_of(engine)}
 

@@ -63,7 +63,7 @@ from moecore.train.step import TrainStep
 Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
-class _MicroBatch(NamedTuple):
+class _BatchPart(NamedTuple):
     """A part of verl's batch, and its packed row."""
 
     data: TensorDict
@@ -187,15 +187,17 @@ class MoECoreEngine(BaseEngine):
     ) -> Any:
         """Run a batch and return verl's output; without `loss_function`, only log-probs.
 
-        If verl enables routing replay, the experts in `routed_experts` are replayed. In mode "R2",
-        a forward of a batch without `routed_experts` returns the experts that the routers choose.
+        If `EngineConfig.router_replay` is enabled, the experts in `routed_experts` are replayed. In
+        mode "R2", a forward of a batch without `routed_experts` returns the routers' experts.
         """
         meshes, get = self._meshes, tensordict_utils.get_non_tensor_data
         num_tokens = data["loss_mask"].sum().to(meshes.device)
         dist.all_reduce(num_tokens, group=self._data_group)
         values = {"batch_num_tokens": num_tokens.item(), "dp_size": self.get_data_parallel_size()}
         tensordict_utils.assign_non_tensor(data, **values, sp_size=meshes.parallel.cp)
-        has_replay = get(data=data, key="enable_routing_replay", default=False)
+        # verl 0.9 sets this flag only for other engines.
+        has_replay = get(data=data, key="enable_routing_replay", default=True)
+        has_replay = has_replay and self.engine_config.router_replay.mode != "disabled"
         rollouts = self._make_rollouts(data, has_routes=has_replay)
         micro_batches = self._split_batch(data, rollouts)
         rows = [micro_batch.row for micro_batch in micro_batches]
@@ -225,7 +227,7 @@ class MoECoreEngine(BaseEngine):
             result["model_output"]["routed_experts"] = routes
         return result
 
-    def _split_batch(self, data: TensorDict, rollouts: Rollouts) -> list[_MicroBatch]:
+    def _split_batch(self, data: TensorDict, rollouts: Rollouts) -> list[_BatchPart]:
         """Return the micro-batches of this rank. Collective over the data ranks."""
         meshes, get = self._meshes, tensordict_utils.get_non_tensor_data
         cp, tp = meshes.parallel.cp, meshes.parallel.tp
@@ -239,14 +241,14 @@ class MoECoreEngine(BaseEngine):
             limits = RowLimits(max_tokens=max_tokens, cp=cp, tp=tp)
             select = tensordict_utils.index_select_tensor_dict
             return [
-                _MicroBatch(select(data, idxs or [0]), idxs, row, {})
+                _BatchPart(select(data, idxs or [0]), idxs, row, {})
                 for idxs, row in schedule_rows(rollouts, limits, 1, meshes)
             ]
         parts, indices = prepare_micro_batches(data=data, dp_group=self._data_group)
         indices = indices or torch.arange(len(data), device="cpu").view(len(parts), -1).tolist()
         limits = RowLimits(max_tokens=maxsize, cp=cp, tp=tp)  # verl has split the batch
         return [
-            _MicroBatch(part, idxs, build_row(rollouts, idxs, limits, meshes.device), {})
+            _BatchPart(part, idxs, build_row(rollouts, idxs, limits, meshes.device), {})
             for part, idxs in zip(parts, indices, strict=True)
         ]
 
@@ -275,7 +277,7 @@ class MoECoreEngine(BaseEngine):
             self._layers.check_routes(rollouts)
         return rollouts
 
-    def _make_inputs(self, micro_batch: _MicroBatch, loss_function: Loss | None) -> dict[str, Any]:
+    def _make_inputs(self, micro_batch: _BatchPart, loss_function: Loss | None) -> dict[str, Any]:
         """Return forward arguments with a loss that calls verl's and sets `micro_batch.output`."""
         data, sequence_idxs, row, output = micro_batch
         cu_seqlens = row.rollouts.cu_seqlens.to(self._meshes.device)
@@ -292,8 +294,8 @@ class MoECoreEngine(BaseEngine):
             named = {"log_probs": log_probs_BT, "entropy": entropy_BT}
             arguments = {name: nest(x_BT) for name, x_BT in named.items() if x_BT is not None}
             if loss_function is not None:
-                options = {"data": data.to(self._meshes.device), "dp_group": self._data_group}
-                total, metrics = loss_function(model_output=arguments, **options)
+                batch, group = data.to(self._meshes.device), self._data_group
+                total, metrics = loss_function(model_output=arguments, data=batch, dp_group=group)
             if row.is_first:
                 scores = {name: x.cpu() for name, x in detach_tree(arguments).items()}
                 number = float(total.detach())
