@@ -35,7 +35,7 @@ from moecore.integrations.verl import MoECoreEngineConfig
 from tests.families.transformers.hf_models import random_model
 
 REPO = Path(__file__).parents[2]
-RANKS, PROMPTS, GROUP, MINI_BATCH = 2, 4, 4, 8
+RANKS, PROMPTS, GROUP, MINI_BATCH = 4, 4, 4, 8
 MOST_NEW, END, TEMPERATURE = 6, 1, 0.8
 LR, CLIP_GRAD, CLIP, KL_COEF, EPS = 1e-3, 0.5, 0.02, 0.1, 1e-3
 
@@ -68,7 +68,7 @@ class Worker(TrainingWorker):
         return {name: tensor.clone() for name, tensor in self.engine.get_per_tensor_param()[0]}
 
 
-def start(folder: str) -> RayWorkerGroup:
+def start(folder: str, parallel: dict[str, int], dynamic: bool) -> RayWorkerGroup:
     """Return a group of workers with a model of the folder, and the loss of GRPO."""
     words = {str(i): i for i in range(61)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
@@ -83,7 +83,10 @@ def start(folder: str) -> RayWorkerGroup:
         model_config=HFModelConfig(path=folder, override_config={"attn_implementation": "sdpa"}),
         engine_config=MoECoreEngineConfig(
             dtype="float32",
-            parallel={"ep": RANKS, "edp_shard": 1},
+            parallel=parallel,
+            dynamic_context=dynamic,
+            max_token_len_per_gpu=8,
+            infer_max_token_len_per_gpu=8,
             use_dynamic_bsz=False,
             micro_batch_size_per_gpu=2,
             infer_micro_batch_size_per_gpu=4,
@@ -218,13 +221,16 @@ def distance(found: list[Tensor], wanted: list[Tensor]) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in zip(found, wanted, strict=True))
 
 
-def drive(folder: str, num_steps: int) -> list[dict[str, Any]]:
+def drive(
+    folder: str, parallel: dict[str, int], dynamic: bool, num_steps: int
+) -> list[dict[str, Any]]:
     """Sample, score, train and sync; return how far each step is from stock transformers."""
     plain = random_model("qwen3-moe").eval()
     plain.save_pretrained(folder)
     reference = random_model("qwen3-moe").eval()
     adamw = torch.optim.AdamW(plain.parameters(), lr=LR, weight_decay=0.1, eps=EPS)
-    workers, found = start(folder), []
+    workers, found = start(folder, parallel, dynamic), []
+    data_ranks = 1 if dynamic else 2
     for number in range(num_steps):
         sampler = synced(plain, workers)
         prompts, responses = sample(sampler, number)
@@ -235,6 +241,8 @@ def drive(folder: str, num_steps: int) -> list[dict[str, Any]]:
             apart = distance(olds, [log_probs(sampler, *pair) for pair in pairs])
         numbers = {"old_log_probs": olds, "ref_log_prob": refs, "advantages": advantages}
         data = batch_of(prompts, responses, **numbers)
+        if dynamic:  # verl pads what it selects to its own longest response
+            tensordict_utils.pop(data, "max_response_len")
         how: dict[str, Any] = {"mini_batch_size": MINI_BATCH, "global_batch_size": MINI_BATCH}
         how |= {"epochs": 1, "dataloader_kwargs": {"shuffle": False}}
         tensordict_utils.assign_non_tensor(data, **how)
@@ -243,7 +251,7 @@ def drive(folder: str, num_steps: int) -> list[dict[str, Any]]:
             dict(prompt=p, response=r, old=o, ref=f, advantages=a)
             for (p, r), o, f, a in zip(pairs, olds, refs, advantages, strict=True)
         ]
-        norms = [step_by_hand(plain, adamw, mini) for mini in mini_batches(rows)]
+        norms = [step_by_hand(plain, adamw, mini) for mini in mini_batches(rows, data_ranks)]
         found.append({"log-probs": apart, "norms": (metrics["grad_norm"], norms)})
         found[-1] |= {"clipped": metrics["actor/pg_clipfrac"], "advantages": advantages}
     named = dict(synced(plain, workers).named_parameters())
@@ -252,10 +260,10 @@ def drive(folder: str, num_steps: int) -> list[dict[str, Any]]:
     return found
 
 
-def mini_batches(rows: list[Any]) -> list[list[Any]]:
-    """Return those of the workers, each of which has a part of all rows in order."""
-    own, part = len(rows) // RANKS, MINI_BATCH // RANKS
+def mini_batches(rows: list[Any], data_ranks: int) -> list[list[Any]]:
+    """Return those of the workers; each data rank has a part of all rows in order."""
+    own, part = len(rows) // data_ranks, MINI_BATCH // data_ranks
     return [
-        [row for rank in range(RANKS) for row in rows[rank * own + i : rank * own + i + part]]
+        [row for rank in range(data_ranks) for row in rows[rank * own + i : rank * own + i + part]]
         for i in range(0, own, part)
     ]

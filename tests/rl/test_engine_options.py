@@ -40,13 +40,16 @@ def train(options: str) -> tuple[list[float], dict[str, Tensor]]:
     fsdp = FSDPOptions(param_dtype=torch.float16 if is_fp16 else None)
     dynamic: Any = dict(loss="sum", context=ContextOptions(dynamic=True))
     dynamic = dynamic if "dynamic" in options else {}
-    model = parallelize_moe(ec.decoder(), meshes, fsdp=fsdp, **dynamic)
+    model, reference = (
+        parallelize_moe(ec.decoder(), meshes, fsdp=fsdp, **dynamic) for _ in range(2)
+    )
     scale = DynamicLossScale(initial=2.0**10) if is_fp16 else None
     optimizer = AdamW(model.parameters(), lr=1e-3)
     step = TrainStep(model, optimizer, max_norm=1.0, loss_scale=scale)
     max_tokens = 4 if dynamic else 24  # of a data rank: groups of 2 and 4 ranks share sequences
-    engine, rollouts = Engine(model, step, max_tokens=max_tokens), ec.rollouts_of(meshes.data_rank)
-    losses = []
+    engine = Engine(model, step, max_tokens=max_tokens, reference=reference)
+    rollouts, losses = ec.rollouts_of(meshes.data_rank), []
+    initial_N = engine.log_probs(rollouts).log_probs_N
     for _ in range(2):
         scores = engine.log_probs(rollouts, routes=True)
         batch = ec.near(rollouts, scores.log_probs_N)
@@ -60,6 +63,7 @@ def train(options: str) -> tuple[list[float], dict[str, Tensor]]:
             engine.onload("all")
         losses.append(float(engine.forward_backward(batch, GRPO()).loss))
         assert not bool(step.finish().is_skipped)
+    assert torch.equal(engine.reference_log_probs(rollouts).log_probs_N, initial_N)
     return losses, gather_whole(dict(model.named_parameters()))
 
 

@@ -305,6 +305,16 @@ def check_dispatch_domains(meshes: Meshes) -> None:
         )
 
 
+def make_data_group(meshes: Meshes, num_ranks: int) -> dist.ProcessGroup:
+    """Create the group of `num_ranks` consecutive data ranks with equal pp, cp and tp. Collective.
+
+    `num_ranks` divides the number of data ranks.
+    """
+    inner = meshes.parallel.cp * meshes.parallel.tp
+    sizes = (dist.get_world_size() // (num_ranks * inner), num_ranks, inner)
+    return _make_mesh(meshes.device_type, sizes, ("outer", "data", "inner")).get_group("data")
+
+
 def make_context_groups(meshes: Meshes, cp: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Create the cp group and the cp x tp group of `cp` consecutive data ranks. Collective."""
     size, tp = dist.get_world_size(), meshes.parallel.tp

@@ -83,6 +83,20 @@ def schedule_batch(
     values = {name: torch.cat([part[name] for part in parts]) for name in local_values}
     values["cu_seqlens"] = F.pad(values["cu_seqlens"].cumsum(0), (1, 0))
     rollouts = rollouts.replace(**values)
+    rows = [row for _, row in schedule_rows(rollouts, limits, group_size, meshes)]
+    groups = [*(meshes.pipeline_groups or ())[:1], *data_groups]
+    return RolloutBatch(
+        rollouts=rollouts, rows=rows, totals=totals, groups=groups, local_tokens=local_tokens
+    )
+
+
+def schedule_rows(
+    rollouts: Rollouts, limits: RowLimits, group_size: int, meshes: Meshes
+) -> list[tuple[list[int], RolloutRow]]:
+    """Schedule the rollouts of all data ranks; return this rank's rows, with sequence indices.
+
+    The arguments must be equal on all data ranks. ValueError if a sequence is too long.
+    """
     units, lengths = group_sequences(rollouts, group_size), rollouts.lengths
     largest = replace(limits, cp=meshes.data_ranks & -meshes.data_ranks)
     # Each sequence of a unit has its own padding, but the schedule pads the unit only once.
@@ -97,8 +111,6 @@ def schedule_batch(
     for group in schedule.select_rank_groups(meshes.data_rank):
         sequence_idxs = [i for unit in group.documents for i in units[unit]]
         row = build_row(rollouts, sequence_idxs, replace(limits, cp=group.cp), meshes.device)
-        rows.append(replace(row, is_first=group.first_rank == meshes.data_rank))
-    groups = [*(meshes.pipeline_groups or ())[:1], *data_groups]
-    return RolloutBatch(
-        rollouts=rollouts, rows=rows, totals=totals, groups=groups, local_tokens=local_tokens
-    )
+        is_first = group.first_rank == meshes.data_rank
+        rows.append((sequence_idxs, replace(row, is_first=is_first)))
+    return rows

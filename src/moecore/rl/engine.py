@@ -47,6 +47,7 @@ from moecore.rl.totals import (
     gather_totals,
     sum_over_data_ranks,
 )
+from moecore.train.loss_scale import make_loss_scale
 from moecore.train.memory.training_offload import PartOrAll, TrainingOffload
 from moecore.train.step import TrainStep
 
@@ -143,7 +144,9 @@ class Engine:
                     f"({p.cp}) and tp ({p.tp}) cut a row: round it up"
                 )
         check_equal({"reference is None": reference is None}, self._meshes.device_type)
-        self._reference = None if reference is None else TrainStep(reference)
+        self._reference = None
+        if reference is not None:
+            self._reference = TrainStep(reference, loss_scale=make_loss_scale(reference))
         steps = [step, *filter(None, [self._reference])]
         states = [(part.model, get_parallel_state(part.model)) for part in steps]
         sizes = [of.request.family.get_vocab_size(part) for part, of in states if of is not None]
@@ -266,7 +269,9 @@ class Engine:
             with tapes:
                 step.compute_losses(micro_batches)
             if routes:
-                scores = replace(scores, routes_NLK=self._layers.gather_routes(batch))
+                num_tokens = len(batch.rollouts.tokens_N)
+                routes_NLK = self._layers.gather_routes(rows, num_tokens, batch.groups)
+                scores = replace(scores, routes_NLK=routes_NLK)
             return batch.reduce_scores(scores)
 
     @contextmanager

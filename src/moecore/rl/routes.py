@@ -11,7 +11,7 @@ parallel layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -26,7 +26,6 @@ from moecore.models.block import MTPLayer
 from moecore.moe.layer import MoELayer
 from moecore.moe.micro_batch import MicroBatch
 from moecore.parallel.mesh import Meshes
-from moecore.rl.batches import RolloutBatch
 from moecore.rl.choices import check_entry_weights, check_expert_ids
 from moecore.rl.micro_batches import RolloutRow
 from moecore.rl.replay import RouterReplay
@@ -97,18 +96,23 @@ class RoutedLayers:
         """Return a context that records the expert ids of forwards, for `gather_routes`."""
         return nullcontext() if self.replay is None else self.replay.record()
 
-    def gather_routes(self, batch: RolloutBatch) -> Tensor:
-        """Return the recorded expert ids of the batch's tokens, int32 [N, L, K]. Collective."""
-        shape = (len(batch.rollouts.tokens_N), *self.shape)
+    def gather_routes(
+        self, rows: Sequence[RolloutRow], num_tokens: int, groups: Iterable[dist.ProcessGroup]
+    ) -> Tensor:
+        """Return the recorded expert ids of all N tokens, int32 [N, L, K]. Collective.
+
+        The ranks of `groups` have recorded other layers or tokens.
+        """
+        shape = (num_tokens, *self.shape)
         routes_NLK = torch.full(shape, -1, dtype=torch.int32, device=self.meshes.device)
         choices = {} if self.replay is None else self.replay.choices()
         for name, layer, place in self._iterate_local_layers():
-            for row, ids_tK in zip(batch.rows, choices[name], strict=True):
+            for row, ids_tK in zip(rows, choices[name], strict=True):
                 ids_TK = _make_row_micro_batch(row, layer).all_gather_rows(ids_tK)
                 is_token_T = row.local_token_idx_T >= 0
                 token_idx_t = row.token_idx_N[row.local_token_idx_T[is_token_T]]
                 routes_NLK[token_idx_t, place] = ids_TK[is_token_T]
-        for group in batch.groups:  # -1 in entries of other ranks
+        for group in groups:  # -1 in entries of other ranks
             dist.all_reduce(routes_NLK, dist.ReduceOp.MAX, group=group)
         return routes_NLK
 

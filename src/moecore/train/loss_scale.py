@@ -92,16 +92,17 @@ class LossScale:
         self.num_good.fill_(num_good)
 
 
-def is_fp16(model: nn.Module) -> bool:
-    """Return whether a parallelized model computes in fp16, which needs a loss scale."""
+def make_loss_scale(model: nn.Module) -> DynamicLossScale | None:
+    """Return default options if a parallelized model computes in fp16, otherwise None."""
     request = get_request(model)
-    return request is not None and request.fsdp.param_dtype == torch.float16
+    is_fp16 = request is not None and request.fsdp.param_dtype == torch.float16
+    return DynamicLossScale() if is_fp16 else None
 
 
 def check_loss_scale(model: nn.Module, loss_scale: DynamicLossScale | None) -> None:
     """Raise ValueError if `loss_scale` is None for fp16 compute, or unsupported by the model."""
     if loss_scale is None:
-        if is_fp16(model):
+        if make_loss_scale(model) is not None:
             raise ValueError(
                 "loss_scale (None) must be a DynamicLossScale for FSDPOptions.param_dtype "
                 "(torch.float16): pass DynamicLossScale() in place of torch's GradScaler, which "

@@ -304,6 +304,7 @@ class TrainStep:
             return torch.stack([self._run_micro_batch(inputs) for inputs in micro_batches])
         forwards = pipeline.num_chunks * self.num_micro_batches
         with self.micro_batches(forwards=forwards, pairs=pipeline.config.schedule in PAIRING):
+            self._has_scaled_loss = True  # only the rank of the last stage scales the loss
             losses = run_pipeline(pipeline, micro_batches, self._normalize_loss, self.side_by_side)
         all_reduce_stage_copies(self.model)
         return losses

@@ -48,7 +48,7 @@ from moecore.io.hf.merge import find_unmerged_layers
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.parallel.model.parallel_state import get_moe_state
 from moecore.parallel.model.parameter_guards import check_optimizer_is_newer
-from moecore.train.loss_scale import DynamicLossScale, is_fp16
+from moecore.train.loss_scale import make_loss_scale
 from moecore.train.step import StepResult, TrainStep
 
 
@@ -198,7 +198,7 @@ class MoETrainer(Trainer):
             self.model,
             max_norm=args.max_grad_norm or math.inf,
             num_micro_batches=args.gradient_accumulation_steps,
-            loss_scale=DynamicLossScale() if is_fp16(self.model) else None,
+            loss_scale=make_loss_scale(self.model),
         )
         owner.drop()  # an earlier call of `train` may have ended in a step
         self.accelerator.owner = owner
