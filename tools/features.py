@@ -48,8 +48,10 @@ def make_page(features: dict[str, Any]) -> str:
         path = row["record"]
         record = f", [{path.split('/')[0][:10]}](../benchmarks/results/{path})" if path else ""
         lines.append(f"| {row['source']} | {row['asks']} | {names} | {test}{record} |")
-    lines += ["", "These features of the sources are not implemented:", ""]
-    lines += [f"- {row['asks']} ({row['source']})" for row in features["missing"]]
+    lines += ["", "These features were decided against. Each link has the reason:", ""]
+    lines += [
+        f"- [{row['asks']}]({row['reason']}) ({row['source']})" for row in features["missing"]
+    ]
     return PAGE.read_text().partition(BEGIN)[0] + BEGIN + "\n".join(lines) + "\n"
 
 
