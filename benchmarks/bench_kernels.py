@@ -234,7 +234,8 @@ def hyper_connection_bwd(inputs: Inputs) -> Work:
 def _adamw(inputs: Inputs, moment_dtype: torch.dtype, *, split: bool = False) -> Work:
     """Return work of a fused AdamW step, with torch's fused AdamW as the baseline."""
     from moecore.kernels import adamw as module
-    from moecore.kernels.adamw_formats import count_moment_blocks
+    from moecore.kernels.adamw_formats import MOMENT_BLOCK
+    from moecore.kernels.common import cdiv
 
     s, device = inputs.shape, inputs.device
     experts = max(1, s.num_experts // 8)  # of one of 8 ranks
@@ -249,7 +250,7 @@ def _adamw(inputs: Inputs, moment_dtype: torch.dtype, *, split: bool = False) ->
             [torch.randn(size, device=device).to(kind) for size in sizes] for _ in range(2)
         )
         moments = [[torch.zeros_like(w, dtype=dtype) for w in weights] for _ in range(2)]
-        blocks = [(count_moment_blocks(w.numel()), 2) for w in weights if dtype == torch.uint8]
+        blocks = [(cdiv(w.numel(), MOMENT_BLOCK), 2) for w in weights if dtype == torch.uint8]
         return module.AdamWTensors(
             weights,
             grads,
