@@ -179,9 +179,7 @@ def run_case(folder: str, name: str) -> dict[str, Any]:
         lambda model, args, inputs: cps.add(inputs.get("cp", 1)), with_kwargs=True, prepend=True
     )
     part = part_of(engine)
-    found: dict[str, Any] = {}
-    if "pp" not in parallel:  # its other stages would wait
-        found["offloaded"] = error_of(lambda: engine.infer_batch(batch(part)))
+    found: dict[str, Any] = {"offloaded": error_of(lambda: engine.infer_batch(batch(part)))}
     with engine.eval_mode(), torch.no_grad():
         by_size: dict[str, Any] = dict(calculate_entropy=True)
         if not engine.engine_config.dynamic_context:
@@ -274,7 +272,7 @@ def test_ranks_train_as_stock_transformers(name: str, results: Any) -> None:
     assert weights.keys() == stock["weights"].keys()
     assert distance([weights[n] for n in stock["weights"]], list(stock["weights"].values())) < 1e-5
     assert found["loaded"] and found["cps"] == ({1, 2} if "dynamic" in name else {1})
-    if "offloaded" in found and CASES[name][1].get("param_offload"):
+    if CASES[name][1].get("param_offload"):
         assert found["offloaded"].startswith("forward must not run while buffers, weights")
 
 

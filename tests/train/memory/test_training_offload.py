@@ -5,12 +5,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore import MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore import (
+    MoEConfig,
+    ParallelConfig,
+    PipelineConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
 from moecore.base.rank_checks import gather_objects
 from moecore.base.torch_private import get_local_tensor
 from moecore.io import Saver, latest, load, save, stream_weights
 from moecore.models import Decoder, DecoderConfig
 from moecore.train import AdamW, TrainingOffload
+from tests.helpers.errors import error_of
 from tests.helpers.ranks import run_ranks
 
 SIZES = dict(vocab_size=32, dim=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8)
@@ -24,7 +32,8 @@ class Run:
     def __init__(self, **degrees: int) -> None:
         self.model = Decoder(CONFIG)
         self.model.init_weights(seed=3)
-        parallelize_moe(self.model, build_meshes(ParallelConfig(**degrees), "cpu"))
+        meshes = build_meshes(ParallelConfig(**degrees), "cpu")
+        parallelize_moe(self.model, meshes, pipeline=PipelineConfig() if "pp" in degrees else None)
         self.optimizer = AdamW(self.model.parameters(), lr=1e-2)
         self.step = TrainStep(self.model, self.optimizer, max_norm=1.0)
         self.offload = TrainingOffload(self.model, self.optimizer)
@@ -140,6 +149,25 @@ def test_what_would_read_memory_that_is_away_raises_one_line(no_group_left: None
     run.step.finish()
     with pytest.raises(ValueError, match=r"selection \('moments'\) must be"):
         run.offload.offload("moments")  # type: ignore[arg-type]
+
+
+def run_stages(rank: int, device: torch.device) -> list[list[Any]]:
+    run, tokens = Run(pp=2), torch.arange(14).view(2, 7)
+    inputs = [{"tokens_BT": tokens[:, :-1], "labels_BT": tokens[:, 1:]}]
+    run.offload.offload("weights")
+    found: list[Any] = [error_of(lambda: run.step.compute_losses(inputs))]
+    found.append(error_of(lambda: run.step.forward_backward(inputs)))
+    run.step.drop()
+    run.offload.onload()
+    losses = run.step.compute_losses(inputs), run.step.forward_backward(inputs)
+    return gather_objects([*found, *map(float, losses)])
+
+
+def test_every_stage_raises_before_it_waits_for_another() -> None:
+    for compute, train, *losses in run_ranks(4, run_stages, over_gloo=True):
+        assert compute == train
+        assert compute.startswith("forward must not run while weights of the training are off")
+        assert losses[0] == losses[1] > 0
 
 
 def test_gradients_and_shared_memory_come_back(no_group_left: None) -> None:

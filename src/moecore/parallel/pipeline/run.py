@@ -10,15 +10,17 @@ saved tensors of the next item's backward start to return before an item runs. D
 forward's last block, if that is offloaded, is freed after the next item.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from moecore.base.torch_private import annotate_range
 from moecore.parallel.arguments import SharedArguments
@@ -65,6 +67,7 @@ class Pipeline:
     dtype: torch.dtype
     device: torch.device
     offload: StageOffload | None = None  # of this rank's saved tensors
+    pre_hooks: OrderedDict[int, Callable[[], None]] = field(default_factory=OrderedDict)
 
     @property
     def num_ranks(self) -> int:
@@ -75,6 +78,12 @@ class Pipeline:
     def num_chunks(self) -> int:
         """Number of stages of each rank."""
         return len(self.layout.stages) // self.num_ranks
+
+    def register_pre_hook(self, hook: Callable[[], None]) -> RemovableHandle:
+        """Register a function that runs before each schedule; its errors must be on all ranks."""
+        handle = RemovableHandle(self.pre_hooks)
+        self.pre_hooks[handle.id] = hook
+        return handle
 
     def build_schedule(self, num_micro_batches: int) -> Schedule:
         """Return the order of forwards and backwards on every rank, for a step's micro-batches."""
@@ -110,6 +119,8 @@ def _check_and_schedule(pipeline: Pipeline, micro_batches: Sequence[Inputs]) -> 
     """Check the micro-batches and compare them between ranks; return their schedule. Collective."""
     for inputs in micro_batches:
         pipeline.model.check_inputs(inputs)
+    for hook in pipeline.pre_hooks.values():
+        hook()
     pipeline.arguments.compare_micro_batches(micro_batches)
     return pipeline.build_schedule(len(micro_batches))
 

@@ -105,6 +105,9 @@ class TrainingOffload:
             check_step = partial(self._check_parts_on_device, "optimizer.step()", set(PARTS))
             self._guards.append(self._model.register_forward_pre_hook(check_forward, prepend=True))
             self._guards += [o.register_step_pre_hook(check_step) for o in self._optimizers]
+            # Before a schedule, because later stages wait for the first before their forward.
+            pipelines = (state.pipeline for state in list_parallel_states(self._model))
+            self._guards += [p.register_pre_hook(check_forward) for p in pipelines if p is not None]
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             if selection == "all" and torch.cuda.memory_allocated(self._device) > GARBAGE_BYTES:
