@@ -5,8 +5,6 @@ finish()             errors of exchanges -> clip -> optimizer -> zero_grad
                      -> scales of delayed scaling -> counts -> expert biases -> StepResult
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
