@@ -30,7 +30,6 @@ NUM_RANKS, ROWS, SEQ_LEN = 2, 2, 16
 SERVER = multiprocessing.get_context("forkserver")  # imports once what each rank imports
 SERVER.set_forkserver_preload(["moecore.integrations.torchft", __name__])
 PAUSE_STEP = 10
-EPS = 1e-5  # of AdamW: with 1e-8 a rounding of a gradient of zero becomes a whole step
 TIE = 1e-4  # scores are equal up to it, after a few thousand steps of roundings
 GAPS = [TIE / 2**n for n in range(12, -13, -1)]
 PATIENCE_S = 120.0  # for what takes seconds
@@ -41,7 +40,7 @@ def model_of(meshes: Any, **options: Any) -> tuple[Decoder, Any, TrainStep]:
     model = Decoder(MODEL)
     model.init_weights(0)
     parallelize_moe(model, meshes, dispatch="auto")
-    optimizer = AdamW(model.parameters(), lr=1e-4, eps=EPS)
+    optimizer = AdamW(model.parameters(), lr=1e-4)
     return model, optimizer, TrainStep(model, optimizer, max_norm=1.0, **options)
 
 
@@ -241,7 +240,7 @@ def replayed(made: dict[int, list[Any]]) -> list[Replay]:
     model = Decoder(MODEL)
     model.init_weights(0)
     parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"))
-    step = TrainStep(model, AdamW(model.parameters(), lr=1e-4, eps=EPS), max_norm=1.0)
+    step = TrainStep(model, AdamW(model.parameters(), lr=1e-4), max_norm=1.0)
     (router,) = routers_of(model)
     tape, found = RecordedChoices(router), list[Replay]()
     for number, choices in sorted(made.items()):
