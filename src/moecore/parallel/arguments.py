@@ -249,10 +249,15 @@ def _describe_tensor(tensor: Tensor, arg_name: str, tensors: dict[str, Tensor]) 
     if not is_plain or tensor.layout != torch.strided or tensor.is_meta:
         return facts  # its bytes are not contents, or it has none
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.device.type != "cpu":
+    if not is_on_host(tensor):
         tensors[arg_name] = tensor
         return facts
     if tensor.numel() == 1:
         return f"{facts}, {tensor.item()}"
     data = tensor.contiguous().flatten().view(torch.uint8).numpy()
     return f"{facts}, sha256 {hashlib.sha256(data).hexdigest()[:16]}"  # type: ignore[arg-type]
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether the host can read a tensor without a device sync."""
+    return tensor.device.type == "cpu"
