@@ -60,6 +60,13 @@ class DispatchPages:
         take_pages_for_rows(self.table, self.layout, self.slots, self.num_rows)
         stash_or_restore_rows(matrices, self.table, self.layout, stash=True)
 
+    def copy_rows_out(
+        self, matrices: Sequence[Tensor | None], expired: DispatchPages | None
+    ) -> None:
+        """Copy used rows from pages to `matrices` (None = skip); free the pages of `expired`."""
+        table = None if expired is None else (expired.table, expired.layout.num_entries)
+        stash_or_restore_rows(matrices, self.table, self.layout, stash=False, released_table=table)
+
 
 class PagePlace(NamedTuple):
     """The key of a matrix in a `PageStore`: its dispatch, and its index in the dispatch."""
@@ -135,7 +142,7 @@ class PageStore:
             goes_along = bool(expired_pages) and expired_pages[-1].back is not None
             goes_along = goes_along and expired_pages[-1].of_graph == in_capture
             emptied += [expired_pages.pop()] if goes_along else []
-            read = partial(_copy_rows_out, emptied[-1] if goes_along else None)
+            read = partial(_read_and_free, emptied[-1] if goes_along else None)
             jobs.append(CopyJob(tuple(tensors), of, read))
         ends = (of.out for of in matrices if of.out is not None)
         back = self._streams.back.start_copies(jobs, *ends)
@@ -255,12 +262,12 @@ class PageStore:
         return self.pool
 
 
-def _copy_rows_out(
-    expired: DispatchPages | None, matrices: Sequence[Tensor | None], source: DispatchPages
+def _read_and_free(
+    expired_pages: DispatchPages | None,
+    matrices: Sequence[Tensor | None],
+    source_pages: DispatchPages,
 ) -> None:
-    """Copy used rows from pages to `matrices` (None = skip); free the pages of `expired`."""
-    table = None if expired is None else (expired.table, expired.layout.num_entries)
-    stash_or_restore_rows(matrices, source.table, source.layout, stash=False, released_table=table)
+    source_pages.copy_rows_out(matrices, expired_pages)
 
 
 def _get_row_format(copy: StorageCopy) -> tuple[int, bool]:
