@@ -12,6 +12,8 @@ freed before the next layer dispatches:
     backward    layer n has run        -> copies of layer n - 1's rows from pages start
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
