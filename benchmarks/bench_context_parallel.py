@@ -54,13 +54,13 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.attention.context_parallel import local_tokens as held_tokens
 from moecore.attention.context_parallel import ring
 from moecore.attention.context_parallel.local_tokens import ContextParallel, LocalTokens
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence
 from moecore.base.options.context import ContextOptions
 from moecore.models import Decoder, preset
+from moecore.moe.dispatch import collectives
 from moecore.moe.forced_routing import force_even_load
 from moecore.train import AdamW
 
@@ -262,7 +262,7 @@ def replace_exchanges(exchange: Call, gather: Call, send_on: Call) -> Iterator[N
     """Return a context in which attention communicates through the given functions."""
     with (
         patch.object(dist, "all_to_all_single", exchange),
-        patch.object(held_tokens, "all_gather_single", gather),
+        patch.object(collectives, "all_gather_single", gather),
         patch.object(ring, "_send_to_next", send_on),
     ):
         yield
@@ -320,7 +320,7 @@ def record_transfers(call: Call) -> Transfers:
     """Run the call once and return its transfers; collective."""
     travel = Transfers()
     exchange = dist.all_to_all_single
-    gather = held_tokens.all_gather_single
+    gather = collectives.all_gather_single
     send_on = ring._send_to_next
 
     def exchanged(out: Tensor, x: Tensor, **options: Any) -> Any:

@@ -1,5 +1,8 @@
 """Scripts of benchmarks, tiny and on CPUs: variants compute the same, and rows are recorded."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,3 +111,23 @@ def test_an_engine_agrees_with_transformers(tmp_path: Path) -> None:
     weights, away, back = rows[6:]
     assert away["bytes"] == back["bytes"] > 1.9 * weights["bytes"]  # two moments in bf16
     assert weights["share"] == pytest.approx(weights["gbps"] / weights["copy_gbps"])
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_transfers_of_attention_are_repeated() -> None:
+    """Each exchange is recorded with its bytes, so the patches reach the collectives."""
+    words = "--part attention --tokens 256 --heads qwen3-30b-a3b --seconds 1 --device cpu"
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command = [sys.executable, "-m", *launcher, "benchmarks.bench_context_parallel", *words.split()]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    sent = re.findall(r"way (\w+)  .*sent_bytes (\d+)", said)
+    assert [way for way, _ in sent] == ["p2p", "allgather", "a2a"]
+    assert all(int(num_bytes) > 0 for _, num_bytes in sent)
+
+
+def test_the_first_rank_of_a_pipeline_runs_alone() -> None:
+    words = "--preset tiny-qwen3 --layers 4 --pp 2 --micro-batches 2 --lengths 32 64 --device cpu"
+    command = [sys.executable, "-m", "benchmarks.bench_pipeline_context", *words.split()]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said.count("step_s") == 4 and "{'none': 64, 'offload': 64}: 1.00" in said
