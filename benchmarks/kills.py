@@ -16,8 +16,8 @@ A random rank is killed by SIGKILL at a random moment, each time after `--every`
 The model has two layers of the preset "tiny" ("tiny-shared" for replicas). The losses and the last
 checkpoint of "storage" and "memory" must have the bits of "undisturbed". All replicas of a step
 must have the same bits. One process repeats all steps of the replicas with their choices of
-experts. Its losses and gradient norms must agree to 1e-5 for 1,500 steps; then roundings grow, and
-two processes that only differ in the order of micro-batches differ as much. The fields of a row:
+experts. Its losses and gradient norms must agree to 1e-4, and to 1e-5 in the first 1,500 steps. The
+fields of a row:
 
     lost_steps        steps that were computed again, or attempts of replicas that were repeated
     restart_s         mean seconds from a kill to the first step of the ranks that start again
@@ -25,8 +25,8 @@ two processes that only differ in the order of micro-batches differ as much. The
     goodput           share of the wall time, from the first start, spent in steps that count
     full_steps        steps of all replicas
     timeouts          replicas that have ended by an error, and were started again as well
-    difference        largest relative difference of a loss, or norm of replicas, from the other
-                      run; of replicas in the first 1,500 steps
+    difference        largest relative difference of a loss, or norm of replicas, from the other run
+    early_difference  the same for the first 1,500 steps of replicas
     differences       the same for each tenth of the steps of replicas
     other_choices     tokens for which the one process would choose other experts: roundings decide
                       between nearly equal scores
@@ -75,8 +75,9 @@ OPTIONS = {
     "memory": "--checkpoint-every 1000 --memory-checkpoint-every 10",
 }
 AWAY_STEPS = (5, 20)  # from a kill to the start of a new replica
-TOLERANCE = 1e-5  # of replicas' losses and norms
-COMPARED_STEPS = 1500  # with this tolerance
+TOLERANCE = 1e-4  # of replicas' losses and norms
+EARLY_TOLERANCE = 1e-5  # in the first steps, before roundings grow
+EARLY_STEPS = 1500
 PATIENCE_S = 300.0  # without a new step, or until ranks end
 Row = dict[str, Any]
 
@@ -312,7 +313,8 @@ def compare_replicas(rows: list[Row], forwards: list[Row], num_replicas: int, be
         "longest_pause_s": max(after - before for before, after in pairwise(ends)),
         "goodput": seconds / (ends[-1] - began),
         "full_steps": list(sizes.values()).count(num_replicas),
-        "difference": max(differences[:COMPARED_STEPS]),
+        "difference": max(differences),
+        "early_difference": max(differences[:EARLY_STEPS]),
         "differences": [max(differences[i : i + tenth]) for i in range(0, len(steps), tenth)],
         "other_choices": len(gaps),
         "largest_gap": max((gap for _, gap in gaps), default=0.0),
@@ -368,7 +370,9 @@ def main() -> int:
         for way, future in rows.items():
             row = future.result()
             if way == "replicas":
-                problems += row["difference"] > TOLERANCE or bool(row["routing_faults"])
+                problems += row["difference"] > TOLERANCE
+                problems += row["early_difference"] > EARLY_TOLERANCE
+                problems += bool(row["routing_faults"])
             else:
                 row |= compare_commands(Path(folder) / way, Path(folder) / "undisturbed")
                 problems += row["differing_losses"] + row["differing_tensors"]

@@ -13,7 +13,7 @@ from moecore.train.rerun import Reruns
 from tests.helpers.ranks import run_ranks
 from tests.recipes.launched import metrics, rank_of_command
 
-pytest.importorskip("peft", minversion="0.21")
+pytest.importorskip("peft", minversion="0.21", reason="adapters, which extra `lora` has")
 COMMON = "--seq-len 96 --batch-size 2 --grad-accum 2 --max-steps 2 --eval-every 0 --eval-share 0"
 WORDS = {
     "sft": "--data {0}/chats.jsonl --aux-loss 0.1",

@@ -78,7 +78,7 @@ class LocalChunks:
     def compute_initial_states(self, transitions: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
         """Return the state before each of this rank's chunks of n documents, [2 * n, H, k, v].
 
-        Implements `StateChain`. The maps are those of all chunks of the documents and heads whose
+        Implements `StateChain`. Returns the maps of all chunks of the documents and heads whose
         states this rank computes. Collective.
         """
         last, maps = self._send_chunks(transitions).tensor_split((value_dim,), dim=-1)
