@@ -1,4 +1,4 @@
-"""The table of docs/quantised_base.md: options with which LoRA of a model fits a GPU, from plans.
+"""The table of docs/performance.md: options with which LoRA of a model fits a GPU, from plans.
 
     python -m benchmarks.lora_plans
 
@@ -19,7 +19,7 @@ from moecore.planning.gpus import get_gpu
 from moecore.recipes import finetune
 from moecore.recipes.dry_run import make_planned_run
 
-PAGE = ROOT / "docs" / "quantised_base.md"
+PAGE = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- plans -->\n", "<!-- end of plans -->"
 COMMAND = "moecore finetune --model DIR --data FILE --seq-len 2048 --lora-rank 16"
 MODELS = {"gpt-oss-20b": "mxfp4", "moonlight-16b-a3b": "nf4", "qwen3-30b-a3b": "nf4"}

@@ -9,7 +9,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.models import distillation
 from moecore.models.distillation import (
     Distillation,
     DistillationLoss,
@@ -18,7 +17,7 @@ from moecore.models.distillation import (
     TopLogProbs,
 )
 from tests.helpers.ranks import run_ranks
-from tests.models.test_loss import make
+from tests.models.test_loss import Recorder, make
 
 N, V = 37, 104
 CASES = [(kl_type, top_k) for kl_type in ("forward", "reverse") for top_k in (None, 5, 999)]
@@ -46,17 +45,19 @@ def compute(
     teacher: tuple[Tensor, ...],
     options: Distillation,
     group: Any = None,
+    chunk: int = 7,
 ) -> Tensor:
     """Return the loss of heads whose hidden states these are."""
     hidden, weight, labels = student[0][None], student[1], student[2][None]
     stored = TeacherForward(labels, top_k=options.top_k, heads=[])
     rest: Any = (labels, lambda x: x)
+    ways: Any = {"chunk_tokens": chunk, "group": group}
     with torch.no_grad():
-        assert stored.compute_from_hidden(teacher[0][None], teacher[1], *rest, group=group) == 0
+        assert stored.compute_from_hidden(teacher[0][None], teacher[1], *rest, **ways) == 0
     loss = DistillationLoss(
         labels_BT=labels, num_tokens=(labels != -100).sum(), teacher=stored, options=options
     )
-    return loss.compute_from_hidden(hidden, weight, *rest, group=group)
+    return loss.compute_from_hidden(hidden, weight, *rest, **ways)
 
 
 def make_options(kl_type: str, top_k: int | None, ratio: float = 0.3) -> Distillation:
@@ -73,9 +74,8 @@ def leaves(student: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize(("kl_type", "top_k"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_loss_and_gradients_equal_torchs(
-    kl_type: str, top_k: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    kl_type: str, top_k: int | None, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(distillation, "CHUNK_TOKENS", 7)
     options = make_options(kl_type, top_k)
     student, teacher = make(N, 13, V, dtype), make(N, 24, V, dtype, seed=1)
     exact = leaves(student)
@@ -87,6 +87,24 @@ def test_loss_and_gradients_equal_torchs(
     pairs = [(found, wanted), *((a.grad, b.grad) for a, b in zip(student[:2], exact, strict=False))]
     for got, want in pairs:
         assert got.dtype == dtype and (got - want).abs().max() <= error * want.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("kl_type", "top_k", "is_stored"), [(*case, False) for case in CASES] + [("forward", 5, True)]
+)
+def test_logits_of_all_tokens_never_exist(kl_type: str, top_k: int | None, is_stored: bool) -> None:
+    """Neither of the student nor of the teacher, in forward and backward."""
+    n, v, chunk = 800, 200, 50
+    student, teacher = make(n, 8, v), make(n, 12, v, seed=1)
+    options = make_options(kl_type, top_k and min(top_k, 9))
+    args: tuple[Any, ...] = (student, teacher, options)
+    with Recorder() as seen:
+        if is_stored:
+            loss = compute_stored(*args, torch.arange(n), chunk=chunk)
+        else:
+            loss = compute(*args, chunk=chunk)
+        loss.backward()
+    assert student[0].grad is not None and seen.largest == chunk * v
 
 
 @pytest.mark.parametrize(("kl_type", "top_k"), CASES)
@@ -126,14 +144,14 @@ def compute_stored(
     options: Distillation,
     tokens: Tensor,
     group: Any = None,
+    chunk: int = 7,
 ) -> Tensor:
     """Return the part of the loss that is of `tokens`, as on a cp rank, from stored values."""
     hidden, weight, labels = student
+    ways: Any = {"chunk_tokens": chunk, "group": group}
     scores = TopLogProbs(labels[None], top_k=options.top_k, heads=[])
     with torch.no_grad():
-        scores.compute_from_hidden(
-            teacher[0][None], teacher[1], labels[None], lambda x: x, group=group
-        )
+        scores.compute_from_hidden(teacher[0][None], teacher[1], labels[None], lambda x: x, **ways)
     learned = labels[None] != -100
     ids, log_probs = (x[learned] for x in scores.rows)
     stored = StoredLogProbs(full_labels_BT=labels[None], ids_Mk=ids.int(), log_probs_Mk=log_probs)
@@ -141,17 +159,14 @@ def compute_stored(
         labels_BT=stored.labels_BT, num_tokens=learned.sum(), teacher=stored, options=options
     )
     local = stored.labels_BT[:, tokens]
-    return loss.compute_from_hidden(hidden[tokens][None], weight, local, lambda x: x, group=group)
+    return loss.compute_from_hidden(hidden[tokens][None], weight, local, lambda x: x, **ways)
 
 
 STORED = [("forward", 5), ("reverse", 5), ("forward", 999)]
 
 
 @pytest.mark.parametrize(("kl_type", "top_k"), STORED)
-def test_stored_log_probs_equal_the_teachers_logits(
-    kl_type: str, top_k: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(distillation, "CHUNK_TOKENS", 7)
+def test_stored_log_probs_equal_the_teachers_logits(kl_type: str, top_k: int) -> None:
     options, teacher = make_options(kl_type, top_k), make(N, 24, V, torch.float64, seed=1)
     live, stored = make(N, 13, V, torch.float64), make(N, 13, V, torch.float64)
     wanted = compute(live, teacher, options)

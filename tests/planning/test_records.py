@@ -4,9 +4,11 @@ from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from benchmarks.bench_lora import parse_arguments
 from benchmarks.bench_plan import CASES
 from benchmarks.hf_configs import make_hf_config
 
@@ -52,6 +54,12 @@ ADAPTED = {
     for row in map(json.loads, LORA.read_text().splitlines())
     if not row["fp8_base"] and row.get("variant", "moecore") == "moecore"
 }
+PRINTED = PLANNING.parent / "printed" / "2026-11-30-lora-other-models.txt"
+LINES = re.findall(
+    r"^\$ torchrun .* -m benchmarks.bench_lora (.*)\nmoecore, .* ([\d.]+) ms, ([\d.]+) GiB",
+    PRINTED.read_text(),
+    flags=re.MULTILINE,
+)
 
 
 @cache
@@ -112,6 +120,23 @@ def test_copies_to_the_host_are_the_wall_beyond_compute() -> None:
 def test_fine_tuning(case: tuple[str, str]) -> None:
     """Plans of LoRA and of all weights of a transformers model, whose norms are one kernel each."""
     row = ADAPTED[case]
+    time = compare_fine_tuning(row)
+    if row["preset"].startswith("qwen3"):
+        assert (time.limit == "host") == (row["layers"] == 48)
+
+
+@pytest.mark.parametrize(("words", "step_ms", "peak_gib"), LINES, ids=[line[0] for line in LINES])
+def test_fine_tuning_of_other_models(
+    words: str, step_ms: str, peak_gib: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(LINES) == 3
+    monkeypatch.setattr("sys.argv", ["bench_lora", *words.split()])
+    row = vars(parse_arguments())
+    compare_fine_tuning(row | {"step_ms": float(step_ms), "peak_gib": float(peak_gib)})
+
+
+def compare_fine_tuning(row: dict[str, Any]) -> TimePlan:
+    """Compare the plan of a run with its memory, and with its time if the GPU limits the step."""
     config = make_hf_config(row["preset"], row["layers"]).to_dict()
     lora, kind = LoRAOptions(rank=row["rank"]) if row["rank"] else None, row["precision"]
     run = TrainingRun(
@@ -131,7 +156,6 @@ def test_fine_tuning(case: tuple[str, str]) -> None:
     bound = 0.01 if kind and row["preset"].startswith("qwen3") else 0.03
     assert max(plan_peak_memory(run)) / 2**30 == pytest.approx(row["peak_gib"], rel=bound)
     time = plan_time(run, CostTable.of("h200-141"))
-    if row["preset"].startswith("qwen3"):
-        assert (time.limit == "host") == (row["layers"] == 48)
-    if row["layers"] == 8:
+    if time.limit != "host":
         assert time.seconds * 1e3 == pytest.approx(row["step_ms"], rel=0.05)
+    return time

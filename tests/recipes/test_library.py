@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools.claims import find_figures, read_claims
 
 from moecore.cli import main
 from moecore.planning import plan_memory, plan_time
@@ -110,6 +111,16 @@ def test_a_plan_is_that_of_the_comment(name: str) -> None:
         tokens = args.seq_len * args.batch_size * args.grad_accum
         p = run.resolved
         assert rate == pytest.approx(tokens / seconds / (p.tp * p.cp * p.pp), rel=0.02)
+
+
+def test_measured_figures_are_claims() -> None:
+    recipes = map(ShippedRecipe.read, list_recipe_names())
+    measured = [recipe.facts["measured"] for recipe in recipes if "measured" in recipe.facts]
+    claims = {claim.figure for claim in read_claims().values() if claim.status == "measured"}
+    assert len(measured) == 4
+    for text in measured:
+        figures = [figure for _, figure in find_figures(text)]
+        assert len(figures) == 2 and set(figures) <= claims, text
 
 
 def test_a_copy_trains_and_replaces_nothing(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
