@@ -273,7 +273,7 @@ def train(job: TrainingJob[Any]) -> int:
 def save_checkpoint(job: TrainingJob[Any], saver: Saver, step: int) -> None:
     """Save a checkpoint with the data loader's position, in the background."""
     job.owner.check()  # no checkpoint of a step whose tokens got lost
-    extra = {"step": step, **job.facts, **job.owner.state_dict()}
+    extra = {"step": step, **job.facts, **job.owner.state_dict(), **job.moves.state_dict()}
     extra |= {"stage": job.stage.name} if job.stage.name else {}
     extra["data"] = job.batches.sampler.state_dict()
     saver.save(step, extra, wait=False)
@@ -322,8 +322,8 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
         loss = job.forward_backward(num_labels, batch)
     with measure(OPTIMIZER):  # moves the expert biases, too; a nan skips it everywhere
         result = job.owner.finish()
-    if args.move_experts_every and step % args.move_experts_every == 0:
-        move_experts(job.model, job.optimizers, result.metrics.tokens_per_expert)
+    orders = job.moves.orders  # of this step
+    job.moves.end_step(step, job, result.metrics.tokens_per_expert)
     dist.all_reduce(loss)
     loss = loss / copies
     times_RP = job.stragglers.gather()
@@ -337,6 +337,7 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
         result=result,
         counts=counts,
         ep=job.meshes.parallel.ep,
+        orders=orders,
         expert_loads=logs_loads,
         reader=job.reader,
         timer=timer,

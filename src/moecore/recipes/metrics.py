@@ -69,6 +69,7 @@ class LaunchedStep:
     reader: torch.cuda.Stream | None  # on which the host reads, see `TrainingJob`
     timer: Any = None  # of the step's phases on this rank; None = the step is not measured
     times_RP: Tensor | None = None  # times of an earlier step on all ranks, see `Stragglers`
+    orders: Mapping[str, list[int]] = field(default_factory=dict)  # see `ExpertMoves`
     # Numbers or 0-dim tensors, such as those of an evaluation after the step.
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -80,9 +81,11 @@ class LaunchedStep:
             extra = {name: float(value) for name, value in self.extra.items()}
         layers = self.result.metrics.tokens_per_expert
         if layers:  # else a dense model, or a pipeline stage without MoE layers
-            loads = [
-                compute_rank_imbalance(get_expert_loads(values, name), self.ep) for name in layers
-            ]
+            loads = []
+            for name in layers:
+                loads_E = get_expert_loads(values, name)
+                slots = self.orders.get(name, range(len(loads_E)))
+                loads.append(compute_rank_imbalance([loads_E[e] for e in slots], self.ep))
             values["rank_load_max_over_mean"] = sum(loads) / len(loads)
         return values | extra
 

@@ -187,7 +187,7 @@ def _check_state(layer: RoutedLayer, owners: Sequence[Optimizer]) -> list[str]:
         num_rows = max(len(get_local_tensor(param)), 1)
         names.append(name)
         for owner in (o for o in owners if param in o.state):
-            names += [f"{name}.{key}" for key in owner.state[param]]
+            names += [f"{name}.{key}" for key in sorted(owner.state[param])]
             is_blocked = "exponents" in owner.state[param]
             if is_blocked and get_local_tensor(param).numel() // num_rows % MOMENT_BLOCK:
                 raise NotImplementedError(
@@ -259,8 +259,9 @@ def _apply_orders(model: nn.Module, owners: Sequence[Optimizer], orders: Orders)
             _move_rows_(param, sources_E, param.device)
             for owner in (o for o in owners if o.state.get(param)):
                 state = _get_state(owner, param)
-                for value in (x for x in state.values() if x.ndim):
-                    _move_rows_(value, sources_E, param.device)
+                for key in sorted(state):  # a loaded state has another order on each rank
+                    if state[key].ndim:
+                        _move_rows_(state[key], sources_E, param.device)
                 getattr(owner, "restore_state", owner.state.__setitem__)(param, state)
         experts.reader.drop_copies()  # quantised weights in the last order
         slots_E1 = torch.cat(
