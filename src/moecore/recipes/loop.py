@@ -323,7 +323,7 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
     with measure(OPTIMIZER):  # moves the expert biases, too; a nan skips it everywhere
         result = job.owner.finish()
     orders = job.moves.orders  # of this step
-    job.moves.end_step(step, job, result.metrics.tokens_per_expert)
+    lines = job.moves.end_step(step, job, result.metrics.tokens_per_expert)
     dist.all_reduce(loss)
     loss = loss / copies
     times_RP = job.stragglers.gather()
@@ -338,6 +338,7 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
         counts=counts,
         ep=job.meshes.parallel.ep,
         orders=orders,
+        lines=lines,
         expert_loads=logs_loads,
         reader=job.reader,
         timer=timer,
@@ -367,6 +368,7 @@ def report_steps(
         metrics |= job.compute_metrics(counts, seconds)
         if report:
             lines = job.stragglers.find_alarms(step, times_RP) if times_RP else []
+            lines += launched.lines
             report.log(step, metrics, expert_loads=launched.expert_loads, alarms=lines)
         job.spikes.record(step, metrics)
         job.num_nan = 0 if math.isfinite(metrics["loss"]) else job.num_nan + 1
