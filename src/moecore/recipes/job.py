@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -82,7 +83,9 @@ class TrainingJob(ABC, Generic[BatchT]):
         self.toml = format_toml((args.run or args).resolve())
         print_option_changes(args, self.toml)
         # The step of the loaded checkpoint; 0 = no checkpoint.
+        began = time.perf_counter()
         self.start = resume(args, *restored, stage=self.stage, chosen_by=self.chosen_by)
+        self.load_seconds = time.perf_counter() - began if self.start else 0.0
         # The batches without training because of spikes, and the consecutive spikes so far.
         ranges, losses = run_on_first_rank(lambda: read_history(args, self.start))
         self.left_out, self.spikes = LeftOut(ranges), SpikeStreak(args.skip_spikes, losses)

@@ -282,7 +282,8 @@ def save_checkpoint(job: TrainingJob[Any], saver: Saver, step: int) -> None:
 def open_report(job: TrainingJob[Any]) -> AbstractContextManager[RunReport | None]:
     """Return a context: rank 0's report; None on other ranks. All ranks raise rank 0's errors."""
     reports: list[RunReport] = []
-    run_on_first_rank(lambda: reports.append(RunReport(job.args, start=job.start, unit=job.unit)))
+    options: dict[str, Any] = dict(start=job.start, unit=job.unit, load_seconds=job.load_seconds)
+    run_on_first_rank(lambda: reports.append(RunReport(job.args, **options)))
     return reports[0] if reports else nullcontext()
 
 
