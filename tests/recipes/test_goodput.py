@@ -27,26 +27,27 @@ def test_the_uses_of_two_starts_add_up(tmp_path: Path, monkeypatch: Any) -> None
     first.save()
     monkeypatch.setattr(goodput, "find_process_start", lambda: 1090.0)
     clock[0] = 1100.0
-    second = WallTime(tmp_path / WALL_TIME, lost_seconds=12.0)
+    second = WallTime(tmp_path / WALL_TIME, lost_seconds=12.0, load_seconds=4.0)
     second.add("steps", 22.0)
     clock[0] = 1130.0
     assert second.seconds == {
         "down": 50.0,
-        "start": 20.0,
+        "start": 16.0,
+        "load": 4.0,
         "steps": 40.0,
         "evaluate": 5.0,
         "lost steps": 12.0,
     }
     assert second.compute_goodput() == pytest.approx(40 / 140)
     assert second.format() == (
-        "goodput 28.6% of 140 s: down 50.0 s, steps 40.0 s, start 20.0 s, other 13.0 s, "
-        "lost steps 12.0 s, evaluate 5.0 s"
+        "goodput 28.6% of 140 s: down 50.0 s, steps 40.0 s, start 16.0 s, other 13.0 s, "
+        "lost steps 12.0 s, evaluate 5.0 s, load 4.0 s"
     )
     second.save()
     monkeypatch.setattr(goodput, "find_process_start", lambda: 1090.0)
     clock[0] = 1150.0  # a later stage of the same process, whose last entry was at 1130
     third = WallTime(tmp_path / WALL_TIME)
-    assert third.seconds["start"] == 40.0 and third.seconds["down"] == 50.0
+    assert third.seconds["start"] == 36.0 and third.seconds["down"] == 50.0
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"began": 1}', '{"seconds": 3}', "x" * 70000])
@@ -72,7 +73,8 @@ def test_a_run_and_its_continuation_have_one_wall_time(corpus: Path, tmp_path: P
     continued = json.loads((tmp_path / WALL_TIME).read_text())
     assert continued["began"] == saved["began"]
     assert continued["seconds"]["steps"] > saved["seconds"]["steps"]
-    assert continued["seconds"]["lost steps"] == 0
+    assert continued["seconds"]["lost steps"] == saved["seconds"]["load"] == 0
+    assert 0 < continued["seconds"]["load"] < continued["seconds"]["start"]
 
 
 def test_the_error_that_ends_a_run_is_not_replaced(tmp_path: Path, monkeypatch: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -42,6 +43,7 @@ from moecore.io import (
 from moecore.models import Decoder
 from moecore.recipes import train as recipe
 from moecore.train import AdamW, Muon, assign_matrices, move_experts
+from moecore.train.expert_moves import count_moved_bytes
 from tests.families.transformers.lora_cases import adapted_model, batches
 from tests.helpers.ranks import run_ranks
 from tests.io.checkpoint.test_optimizers import differing, state_of
@@ -114,6 +116,10 @@ def read(path: Path, experts: int, kind: str) -> dict[str, Any]:
     return state_of(model, optimizers)
 
 
+def sizes(ops: list[dist.P2POp]) -> list[int]:
+    return [op.tensor.nbytes for op in ops if op.op is dist.irecv]
+
+
 def numbers(results: list[Any]) -> list[float]:
     return [x for loss, done in results for x in (loss, *done.to_dict().values())]
 
@@ -130,7 +136,14 @@ def case_of(rank: int, folder: str, case: str) -> dict[str, Any]:
 
     model, optimizers = build(experts, kind, degrees, dispatcher)
     load(before, model, optimizers)
-    orders = move_experts(model, optimizers, loads)
+    received = list[int]()
+    with pytest.MonkeyPatch.context() as patches:
+        send = dist.batch_isend_irecv
+        patches.setattr(
+            dist, "batch_isend_irecv", lambda ops: received.extend(sizes(ops)) or send(ops)
+        )
+        orders = move_experts(model, optimizers, loads)
+    planned_bytes = count_moved_bytes(model, optimizers, {}, orders)
     shares = {}
     for name, loads_E in loads.items():
         busiest = [float(x.view(ep, -1).sum(1).max()) for x in (loads_E, loads_E[orders[name]])]
@@ -150,6 +163,7 @@ def case_of(rank: int, folder: str, case: str) -> dict[str, Any]:
     last = {name: x.full_tensor() for name, x in model.state_dict().items() if _is_sharded(x)}
     return {
         "shares": shares,
+        "bytes": (planned_bytes, sum(received)),
         "saved before and after": differing(*states[:2]),
         "numbers": (numbers(moves), expected),
         "states": states[2:],
@@ -240,6 +254,8 @@ def test_the_run_is_that_without_moves(case: str) -> None:
     outcome = outcomes()[case]
     layers = {n: x for n, x in outcome["shares"].items() if not n.endswith(".dims")}
     assert all(after < before for before, after in layers.values())
+    planned_bytes, received = outcome["bytes"]
+    assert planned_bytes == received > 0
     assert outcome["saved before and after"] == outcome["undone"] == []
     tolerance = dict(rtol=1e-2, atol=1e-2) if case == "bf16" else dict(rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(*map(torch.tensor, outcome["numbers"]), **tolerance)

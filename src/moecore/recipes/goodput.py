@@ -3,8 +3,9 @@
 RUN_DIR/wall_time.json has the seconds by category:
 
     steps        optimizer steps whose updates the weights have
-    lost steps   steps after the checkpoint from which a start continued
-    start        from the start of the process to the first step: imports, data, model, checkpoint
+    lost steps   steps after the checkpoint from which a start continued; they run again as "steps"
+    start        from the start of the process to the first step, without "load"
+    load         reads of the checkpoint from which a start continued
     evaluate, sample, save    between steps; a save in the background takes only its first part
     down         from the last entry of one start to the process of the next
 
@@ -27,14 +28,17 @@ from moecore.recipes.files import replace_lines
 WALL_TIME = "wall_time.json"
 MAX_BYTES = 1 << 16
 SAVE_S = 5.0  # between writes of the file
-STEPS, LOST_STEPS, START, DOWN = "steps", "lost steps", "start", "down"
+STEPS, LOST_STEPS, START, LOAD, DOWN = "steps", "lost steps", "start", "load", "down"
 
 
 class WallTime:
     """A file of a run's wall time: seconds by category since `began`, a Unix time in seconds."""
 
-    def __init__(self, path: Path, *, lost_seconds: float = 0.0) -> None:
-        """Continue the file at `path`, if any; move `lost_seconds` from "steps" to "lost steps"."""
+    def __init__(self, path: Path, *, lost_seconds: float = 0.0, load_seconds: float = 0.0) -> None:
+        """Continue the file at `path`, if any.
+
+        `lost_seconds` of "steps" become "lost steps", and `load_seconds` of "start" become "load".
+        """
         process_start, start_end = find_process_start(), time.time()
         self.path, self._next_save = path, 0.0
         self.began, ended, self.seconds = process_start, process_start, dict[str, float]()
@@ -45,7 +49,8 @@ class WallTime:
                 began, ended = float(content["began"]), float(content["ended"])
                 self.began, self.seconds = began, seconds
         self.add(DOWN, max(0.0, process_start - ended))
-        self.add(START, max(0.0, start_end - max(process_start, ended)))
+        self.add(START, max(0.0, start_end - max(process_start, ended) - load_seconds))
+        self.add(LOAD, load_seconds)
         lost_seconds = min(lost_seconds, self.seconds.get(STEPS, 0.0))
         self.add(STEPS, -lost_seconds)
         self.add(LOST_STEPS, lost_seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from moecore.recipes.data import BatchShape
 from moecore.recipes.errors import SAVES_MEMORY
 from moecore.recipes.hangs import HangWatch
 from moecore.recipes.metrics import Metrics, find_peak_tflops
+from moecore.recipes.moves import ExpertMoves
 from moecore.recipes.options import RunConfig
 from moecore.recipes.parser import format_toml
 from moecore.recipes.resume import print_option_changes, resume
@@ -75,11 +77,15 @@ class TrainingJob(ABC, Generic[BatchT]):
             loss_scale=DynamicLossScale() if dtype == torch.float16 else None,
             skip_spikes=args.skip_spikes,
         )
-        restored = self.model, self.optimizers, self.facts, self.owner, self.batches.sampler
+        self.moves = ExpertMoves(args.move_experts_every, self.device)
+        owners = self.owner, self.moves
+        restored = self.model, self.optimizers, self.facts, *owners, self.batches.sampler
         self.toml = format_toml((args.run or args).resolve())
         print_option_changes(args, self.toml)
         # The step of the loaded checkpoint; 0 = no checkpoint.
+        began = time.perf_counter()
         self.start = resume(args, *restored, stage=self.stage, chosen_by=self.chosen_by)
+        self.load_seconds = time.perf_counter() - began if self.start else 0.0
         # The batches without training because of spikes, and the consecutive spikes so far.
         ranges, losses = run_on_first_rank(lambda: read_history(args, self.start))
         self.left_out, self.spikes = LeftOut(ranges), SpikeStreak(args.skip_spikes, losses)

@@ -273,7 +273,7 @@ def train(job: TrainingJob[Any]) -> int:
 def save_checkpoint(job: TrainingJob[Any], saver: Saver, step: int) -> None:
     """Save a checkpoint with the data loader's position, in the background."""
     job.owner.check()  # no checkpoint of a step whose tokens got lost
-    extra = {"step": step, **job.facts, **job.owner.state_dict()}
+    extra = {"step": step, **job.facts, **job.owner.state_dict(), **job.moves.state_dict()}
     extra |= {"stage": job.stage.name} if job.stage.name else {}
     extra["data"] = job.batches.sampler.state_dict()
     saver.save(step, extra, wait=False)
@@ -282,7 +282,8 @@ def save_checkpoint(job: TrainingJob[Any], saver: Saver, step: int) -> None:
 def open_report(job: TrainingJob[Any]) -> AbstractContextManager[RunReport | None]:
     """Return a context: rank 0's report; None on other ranks. All ranks raise rank 0's errors."""
     reports: list[RunReport] = []
-    run_on_first_rank(lambda: reports.append(RunReport(job.args, start=job.start, unit=job.unit)))
+    options: dict[str, Any] = dict(start=job.start, unit=job.unit, load_seconds=job.load_seconds)
+    run_on_first_rank(lambda: reports.append(RunReport(job.args, **options)))
     return reports[0] if reports else nullcontext()
 
 
@@ -322,8 +323,8 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
         loss = job.forward_backward(num_labels, batch)
     with measure(OPTIMIZER):  # moves the expert biases, too; a nan skips it everywhere
         result = job.owner.finish()
-    if args.move_experts_every and step % args.move_experts_every == 0:
-        move_experts(job.model, job.optimizers, result.metrics.tokens_per_expert)
+    orders = job.moves.orders  # of this step
+    lines = job.moves.end_step(step, job, result.metrics.tokens_per_expert)
     dist.all_reduce(loss)
     loss = loss / copies
     times_RP = job.stragglers.gather()
@@ -337,6 +338,8 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
         result=result,
         counts=counts,
         ep=job.meshes.parallel.ep,
+        orders=orders,
+        lines=lines,
         expert_loads=logs_loads,
         reader=job.reader,
         timer=timer,
@@ -366,6 +369,7 @@ def report_steps(
         metrics |= job.compute_metrics(counts, seconds)
         if report:
             lines = job.stragglers.find_alarms(step, times_RP) if times_RP else []
+            lines += launched.lines
             report.log(step, metrics, expert_loads=launched.expert_loads, alarms=lines)
         job.spikes.record(step, metrics)
         job.num_nan = 0 if math.isfinite(metrics["loss"]) else job.num_nan + 1

@@ -10,10 +10,11 @@ import resource
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -69,6 +70,8 @@ class LaunchedStep:
     reader: torch.cuda.Stream | None  # on which the host reads, see `TrainingJob`
     timer: Any = None  # of the step's phases on this rank; None = the step is not measured
     times_RP: Tensor | None = None  # times of an earlier step on all ranks, see `Stragglers`
+    orders: Mapping[str, Tensor] = field(default_factory=dict)  # of the step, see `ExpertMoves`
+    lines: Sequence[str] = ()  # that report a move of experts after the step
     # Numbers or 0-dim tensors, such as those of an evaluation after the step.
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -80,10 +83,12 @@ class LaunchedStep:
             extra = {name: float(value) for name, value in self.extra.items()}
         layers = self.result.metrics.tokens_per_expert
         if layers:  # else a dense model, or a pipeline stage without MoE layers
-            loads = [
-                compute_rank_imbalance(get_expert_loads(values, name), self.ep) for name in layers
-            ]
-            values["rank_load_max_over_mean"] = sum(loads) / len(loads)
+            values["rank_load_max_over_mean"] = fmean(
+                compute_rank_imbalance(
+                    get_expert_loads(values, name), self.ep, self.orders.get(name)
+                )
+                for name in layers
+            )
         return values | extra
 
     def read_counts_and_times(self) -> tuple[list[int], list[list[float]]]:
@@ -111,8 +116,13 @@ def drop_expert_loads(metrics: Metrics) -> Metrics:
     return {name: value for name, value in metrics.items() if name.rpartition("/")[0] not in layers}
 
 
-def compute_rank_imbalance(loads_E: list[float], ep: int) -> float:
-    """Return the max over the mean of the `ep` ranks' loads; a rank has E / ep experts."""
+def compute_rank_imbalance(loads_E: list[float], ep: int, order_E: Tensor | None = None) -> float:
+    """Return the max over the mean of the `ep` ranks' loads; a rank has E / ep experts.
+
+    `order_E` is the expert in each slot; None = the model's order.
+    """
+    if order_E is not None:
+        loads_E = [loads_E[expert] for expert in order_E.tolist()]
     num_local = len(loads_E) // ep
     ranks = [sum(loads_E[first : first + num_local]) for first in range(0, len(loads_E), num_local)]
     return max(ranks) / max(sum(ranks) / ep, 1e-9)

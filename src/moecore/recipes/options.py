@@ -58,7 +58,8 @@ class RunConfig:
         checkpoint_every: steps between checkpoints; 0 = none.
         memory_checkpoint_every: steps between checkpoints in the memory of hosts; 0 = none.
         expert_loads_every: steps between logs of the load of each expert; 0 = none.
-        move_experts_every: steps between moves of experts that balance the ranks' loads; 0 = none.
+        move_experts_every: steps between moves of experts that balance the ranks' loads, by the
+            loads of all these steps; 0 = none.
         profile: steps that the profiler traces for `moecore report`; 0 = none.
         peak_tflops: peak TFLOP/s of one device for MFU; None = the bfloat16 peak of a known GPU.
         hang_timeout: maximum seconds of a phase of a step; a longer phase ends the run with a

@@ -65,10 +65,13 @@ NAMES = {
 class RunReport:
     """Writes a run's progress bar, metrics, curves and alarms, on rank 0.
 
-    Earlier starts of the run completed `start` steps. The loss is a mean per `unit`.
+    Earlier starts of the run completed `start` steps, whose checkpoint was loaded in
+    `load_seconds`. The loss is a mean per `unit`.
     """
 
-    def __init__(self, args: RunConfig, *, start: int, unit: str = "byte") -> None:
+    def __init__(
+        self, args: RunConfig, *, start: int, unit: str = "byte", load_seconds: float = 0.0
+    ) -> None:
         modules = {name: _import_if_installed(name) for name in NAMES}
         missing = [NAMES[name] for name, module in modules.items() if module is None]
         if missing:
@@ -77,7 +80,9 @@ class RunReport:
         self.printed = {start + 1, self.steps}  # steps whose lines do not wait
         self._next_line = 0.0
         lost_seconds = truncate_metrics(self.path, start)
-        self.wall_time = WallTime(args.run_dir / WALL_TIME, lost_seconds=lost_seconds)
+        self.wall_time = WallTime(
+            args.run_dir / WALL_TIME, lost_seconds=lost_seconds, load_seconds=load_seconds
+        )
         self.file = self.path.open("ab", buffering=0)
         tqdm, tensorboard = modules["tqdm"], modules["torch.utils.tensorboard"]
         self.figure = modules["matplotlib.figure"]

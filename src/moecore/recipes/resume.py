@@ -21,6 +21,7 @@ from moecore.models import Decoder
 from moecore.planning.options import DEGREES
 from moecore.recipes.checkpoints import find_newest_checkpoint, get_checkpoint_dir
 from moecore.recipes.decoder_config import replace_rotary
+from moecore.recipes.moves import ExpertMoves
 from moecore.recipes.options import RunConfig
 from moecore.recipes.parser import flatten_tables, read_toml
 from moecore.recipes.report import CONFIG
@@ -34,6 +35,7 @@ def resume(
     optimizers: list[torch.optim.Optimizer],
     facts: Mapping[str, object],
     owner: TrainStep,
+    moves: ExpertMoves,
     sampler: Stateful,
     *,
     stage: TrainingStage,
@@ -68,6 +70,7 @@ def resume(
                 "continue: use that, or another --run-dir"
             )
     owner.load_state_dict(extra)
+    moves.load_state_dict(extra)
     try:
         sampler.load_state_dict(extra.get("data", {}))
     except ValueError as error:

@@ -48,6 +48,7 @@ T = TypeVar("T")
 Optimizers = Optimizer | Sequence[Optimizer]
 _guarded: weakref.WeakSet[RoutedLayer] = weakref.WeakSet()
 Orders = Mapping[RoutedLayer, Tensor]  # int64 [E] on the CPU: the expert in each slot
+OrdersByName = Mapping[str, Tensor]  # the same by the layer's name
 
 
 @torch.no_grad()
@@ -102,6 +103,28 @@ def move_experts(
     check_equal({**entries, "state of experts": tensors}, device_type)
     _apply_orders(model, owners, {record.layers[name]: x for name, x in orders.items()})
     return orders
+
+
+def count_moved_bytes(
+    model: nn.Module, optimizers: Optimizers | None, before: OrdersByName, after: OrdersByName
+) -> int:
+    """Return the bytes of weights and optimizer state that a move sends to this rank.
+
+    `before` and `after` are results of `move_experts`. A layer without an order before has the
+    model's order. The call sends nothing.
+    """
+    record, owners, num_bytes = get_parallel_state(model), _list_optimizers(optimizers), 0
+    assert record is not None, "experts of a parallelized model move"
+    for name, order_E in after.items():
+        order_before_E = before.get(name, torch.arange(len(order_E), device="cpu"))
+        sources_E = order_before_E.argsort()[order_E]
+        for param in record.layers[name].get_part("experts").parameters():
+            states = [_get_state(owner, param) for owner in owners if owner.state.get(param)]
+            for tensor in (param, *(x for state in states for x in state.values() if x.ndim)):
+                rows_r = compute_global_indices(tensor)[0]
+                num_received = int((~torch.isin(sources_E[rows_r], rows_r)).sum())
+                num_bytes += num_received * get_local_tensor(tensor)[:1].nbytes
+    return num_bytes
 
 
 @contextmanager
@@ -187,7 +210,7 @@ def _check_state(layer: RoutedLayer, owners: Sequence[Optimizer]) -> list[str]:
         num_rows = max(len(get_local_tensor(param)), 1)
         names.append(name)
         for owner in (o for o in owners if param in o.state):
-            names += [f"{name}.{key}" for key in owner.state[param]]
+            names += [f"{name}.{key}" for key in sorted(owner.state[param])]
             is_blocked = "exponents" in owner.state[param]
             if is_blocked and get_local_tensor(param).numel() // num_rows % MOMENT_BLOCK:
                 raise NotImplementedError(
@@ -259,8 +282,9 @@ def _apply_orders(model: nn.Module, owners: Sequence[Optimizer], orders: Orders)
             _move_rows_(param, sources_E, param.device)
             for owner in (o for o in owners if o.state.get(param)):
                 state = _get_state(owner, param)
-                for value in (x for x in state.values() if x.ndim):
-                    _move_rows_(value, sources_E, param.device)
+                for key in sorted(state):  # a loaded state has another order on each rank
+                    if state[key].ndim:
+                        _move_rows_(state[key], sources_E, param.device)
                 getattr(owner, "restore_state", owner.state.__setitem__)(param, state)
         experts.reader.drop_copies()  # quantised weights in the last order
         slots_E1 = torch.cat(

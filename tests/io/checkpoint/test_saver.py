@@ -348,7 +348,7 @@ def resumed(root: Path, rank: int, model: torch.nn.Module, optimizer: torch.opti
     else:
         checkpoints.latest = _no_space
     args = SimpleNamespace(run_dir=root, checkpoint_dir=None, memory_checkpoint_every=0)
-    rest: Any = (None, None)  # TrainStep and sampler, which the error comes before
+    rest: Any = (None, None, None)  # TrainStep, moves and sampler, which the error comes before
     return error_of(
         lambda: resume.resume(args, model, [optimizer], {}, *rest, stage=None, chosen_by="")
     )
