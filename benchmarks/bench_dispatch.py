@@ -70,7 +70,13 @@ from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.placement import ExpertPlacement
-from moecore.moe.records import Dispatcher, ExpertInput, Routing, UnsummedRows
+from moecore.moe.records import (
+    Dispatcher,
+    ExpertInput,
+    Routing,
+    UnsummedRows,
+    convert_to_summed_input,
+)
 from moecore.parallel.mesh import Meshes
 
 ROUTINGS = ["even", "skewed"]
@@ -136,8 +142,9 @@ def make_sum_combine(
     nvlink: Dispatcher, alltoall: Dispatcher, tokens: tuple[Tensor, Routing]
 ) -> Call:
     """Return a call of combine on expert rows, after a check of its result."""
-    inp, other = nvlink.dispatch(*tokens), alltoall.dispatch(*tokens)
-    sums = sum_rows(gather_rows(other.rows.widen(), *_get_index(other)), *_get_index(other))
+    inp = nvlink.dispatch(*tokens)
+    other = convert_to_summed_input(alltoall.dispatch(*tokens))
+    sums = sum_rows(gather_rows(other.rows.values, *_get_index(other)), *_get_index(other))
     rows = UnsummedRows(gather_rows(inp.rows.values, *_get_index(inp)))
     home_TD = nvlink.combine(rows, inp.plan)
     assert torch.equal(home_TD, alltoall.combine(sums, other.plan)), "sums differ: no numbers"

@@ -170,7 +170,7 @@ BY_DAY: dict[str, Cases] = {
         "test_a_time_that_is_not_modelled_is_no_number": "gb200-186-mxfp8; rtx5090-32-tensorwise",
     },
     "planning/test_memory.py": {
-        "test_ranks_hold_what_is_planned": "sharded; stages; sparse attention",
+        "test_ranks_hold_what_is_planned": "sharded; replicas; stages; sparse attention",
         "test_many_micro_batches_hold_what_a_few_do": (
             "1f1b-numbers1; overlapped-numbers4; zbv-numbers5"
         ),

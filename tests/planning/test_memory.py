@@ -43,6 +43,7 @@ BF16 = FSDPOptions(param_dtype=torch.bfloat16)
 SPARSE = SparseKeysConfig(num_heads=2, head_dim=16, top_k=8)
 RUNS = {
     "sharded": replace(BASE, parallel=ParallelConfig(ep=2)),
+    "replicas": replace(BASE, parallel=ParallelConfig(ep=2, dp_replicate=2, edp_replicate=2)),
     "bf16 moments, weights whole": replace(
         BASE,
         parallel=ParallelConfig(tp=2, ep=4),
@@ -224,6 +225,36 @@ def test_weights_in_host_memory_are_counted_by_hand(capsys: pytest.CaptureFixtur
     assert "have no offload_params in a search" in capsys.readouterr().err
     assert main([*words.split(), "--call"]) == 0
     assert "materialize(model, device=meshes.device_type)" in capsys.readouterr().out
+
+
+def test_replicas_are_counted_by_hand() -> None:
+    """Replicas divide no state, and add their gradients by an all-reduce of each shard."""
+    sizes = {n: x.numel() for n, x in Decoder(preset("tiny"), device="meta").named_parameters()}
+    experts = sum(n for name, n in sizes.items() if ".experts." in name)
+    others = sum(sizes.values()) - experts
+
+    def count(dp_replicate: int, edp_replicate: int) -> tuple[list[int], Counter[str]]:
+        """Return a rank's bytes of parameters, state and gradients, and sent bytes by sum."""
+        degrees = ParallelConfig(ep=2, dp_replicate=dp_replicate, edp_replicate=edp_replicate)
+        run = TrainingRun(model=preset("tiny"), num_gpus=8, seq_len=64, parallel=degrees)
+        device, sums = plan_memory(run).largest.device, Counter[str]()
+        for launch in dry_run(run).queued:
+            if "reduce" in launch.work.name and launch.work.shape != (8,):  # of all ranks: the loss
+                sums[launch.work.name] += launch.work.num_bytes
+        state = sum(n for kind, n in device.items() if kind.startswith("parameters"))
+        (rank,) = list_rank_bytes(run)
+        return [state, device["optimizer state"], rank.gradients], sums
+
+    # 8 ranks: dense parameters over 8 / dp_replicate, experts over ep * (4 / edp_replicate).
+    for dp, edp in ((1, 1), (2, 1), (2, 2), (4, 4)):
+        shards = {"dense": 4 * others * dp // 8, "experts": 4 * experts * edp // 8}
+        shard = sum(shards.values())
+        sizes_of_rank, sums = count(dp, edp)
+        assert sizes_of_rank == [shard, 2 * shard, shard]
+        # A sum of n bytes over R replicas sends and receives n (R - 1) / R twice.
+        replicas = {"dense": dp, "experts": edp}
+        sent = sum(4 * n * (replicas[k] - 1) // replicas[k] for k, n in shards.items())
+        assert sent <= sums["allreduce_"] <= 1.02 * sent  # with padding between tensors
 
 
 def test_pinned_memory_is_that_of_the_gpus_of_a_server() -> None:

@@ -98,6 +98,7 @@ def _compute_under_autograd(
     """Return y_SD by torch's grouped_mm, row moves and activation under autograd."""
     inp = convert_to_summed_input(inp)
     rows_SD, index = inp.rows.values, inp.index
+    assert index.row_ids_R is not None
     check_backend("torch", ExpertSpec.from_weights(inp.rows, weights, activation_options))
     warn_on_fallback(rows_SD, "an expert with biases or an activation of its own")
     row_map = (index.row_ids_R, index.slots_SK, index.num_rows)
@@ -144,6 +145,7 @@ def _compute_expert_by_expert(
     """Return y_SD, computed by one matmul per expert and matrix: the reference. One host sync."""
     inp = convert_to_summed_input(inp)
     rows_SD, index = inp.rows.values, inp.index
+    assert index.row_ids_R is not None
     offsets_g = index.offsets_e if index.offsets_g is None else index.offsets_g
     g, R = offsets_g.shape[0], index.row_ids_R.shape[0]
     adapters = g // index.offsets_e.shape[0]

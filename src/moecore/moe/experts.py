@@ -414,7 +414,7 @@ def _declare_used_rows(inp: ExpertInput, *, is_quantised: bool) -> AbstractConte
     if (inp.unsummed is None and inp.balanced is None) or torch.compiler.is_compiling():
         return NOTHING
     values, index, ranges = inp.rows.values, inp.index, list[UsedRows]()
-    S, R = values.shape[0], index.row_ids_R.shape[0]
+    S, R = values.shape[0], index.weights_R.shape[0]
     source, expert = (None, None) if inp.balanced is None else inp.balanced
     refetch = None if inp.unsummed is None else inp.unsummed.refetch
     lengths = [tensor.shape[0] for tensor in ([values] if refetch is None else refetch.tensors)]

@@ -135,7 +135,7 @@ class ExpertPlacement:
     def find_unsummed(
         self, rows: Rows, index: ExpertIndex, routing: Routing
     ) -> UnsummedInput | None:
-        """Return a record for experts if each source row has one expert; otherwise None."""
+        """Return a record for experts if the source rows are the expert rows; otherwise None."""
         # Each received row then has one choice, and rows are in expert order.
         # Example, expert 1 of two, received ids [[1, 0], [0, 1]]: row_ids_R [0, 1], slots_SK [[0,
         # -1], [-1, 1]]. Padding of rows adds expert rows or source rows without a choice.
@@ -143,7 +143,7 @@ class ExpertPlacement:
         has_one_expert = self.num_physical == 1 and not routing.pad
         if not has_one_expert or torch.compiler.is_compiling():  # a compiler would guard on S
             return None
-        return UnsummedInput(leaf_SD) if len(index.row_ids_R) == len(leaf_SD) else None
+        return UnsummedInput(leaf_SD) if len(index.weights_R) == len(leaf_SD) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -119,7 +119,8 @@ class ExpertInput:
             differentiable through their handle.
         index: expert rows in expert order. R is static: rows past `index.num_rows` have row id 0
             and weight 0, and results of these rows must not be used. An entry of slots_SK is -1 if
-            the token was dropped or the expert is on another rank.
+            the token was dropped or the expert is on another rank. row_ids_R is None if the source
+            rows are the expert rows, without padding.
         plan: the dispatcher's record for `combine`. No other stage reads it.
         unsummed: set by a dispatcher that sums expert rows in `combine`, or whose source rows are
             the expert rows; otherwise None. If set, experts return `UnsummedRows`, and write each
@@ -220,9 +221,12 @@ def convert_to_summed_input(inp: ExpertInput) -> ExpertInput:
             "NVLinkOptions.keep_rows (False) must be True for experts that keep their rows "
             "('sequential' or with biases): set it, or use 'triton' or 'torch' without biases"
         )
-    handle_RD, rows_SD = inp.unsummed.grad_handle_RD, inp.rows.widen()
-    rows_SD = _RouteGradToHandle.apply(handle_RD, rows_SD, inp.index.slots_SK)
-    return replace(inp, rows=Rows(rows_SD), unsummed=None)
+    handle_RD, rows_SD, index = inp.unsummed.grad_handle_RD, inp.rows.widen(), inp.index
+    rows_SD = _RouteGradToHandle.apply(handle_RD, rows_SD, index.slots_SK)
+    if index.row_ids_R is None:
+        ids_R = torch.arange(len(rows_SD), dtype=torch.int32, device=rows_SD.device)
+        index = index._replace(row_ids_R=ids_R)
+    return replace(inp, rows=Rows(rows_SD), index=index, unsummed=None)
 
 
 # Units find the tensors of a module's inputs and outputs through pytree: without this they would

@@ -6,6 +6,7 @@ by that, and by the order of fp32 terms.
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.kernels.grouped.fp8 import fp8_gemm, fp8_gemm_ref, fp8_wgrad, fp8_wgrad_ref
@@ -92,6 +93,9 @@ def test_gemm(name: str, sizes: tuple[int, int], transposed: bool, device: str) 
     error = (got[:used].double() - exact).abs()
     assert (error <= exact.abs() * 2**-8 + terms * TERMS).all()
     assert torch.equal(got[:used], fp8_gemm(*args)[:used])
+    strided_RK = F.pad(a.values.view(torch.uint8), (0, 16))[:, :K].view(FP8)  # as rows are sent
+    strided = Blocks(strided_RK, a.scales, "tile")
+    assert torch.equal(got[:used], fp8_gemm(strided, *args[1:])[:used])
     want = fp8_gemm_ref(a, b, offsets, torch.float32)[:used]
     assert ((want.double() - exact).abs() <= terms * 2**-20).all()
 

@@ -87,7 +87,7 @@ class LowRankUpdate(NamedTuple):
 class RowMap(NamedTuple):
     """The expert rows (copies of a token, one per expert) of each token, and each row's token."""
 
-    row_ids_R: Tensor  # int32, source row of each expert row
+    row_ids_R: Tensor | None  # int32, source row of each expert row; None = row r is source row r
     slots_SK: Tensor  # int32, expert row of each source row's k-th choice; -1 = none
     num_rows: Tensor  # number of expert rows in use
 
@@ -169,7 +169,7 @@ class GradientSender(Protocol):
         self,
         drows_RD: Tensor,
         dweights_R: Tensor | None,
-        row_ids_R: Tensor,
+        row_ids_R: Tensor | None,
         slots_SK: Tensor,
         num_rows: Tensor,
     ) -> None:

@@ -81,14 +81,14 @@ class BlockwiseProducts(Products):
         recipe: Recipe,
         index_cache: RowTiles | None = None,
     ) -> None:
-        has_kernels = has_hopper_kernels(index.row_ids_R.device)
+        has_kernels = has_hopper_kernels(index.weights_R.device)
         super().__init__(index, activation, weights, has_kernels=has_kernels)
         self.recipe = recipe
         # `pack_rows` has powers of two as scales; a low-rank update of w2 reads wide dY.
         self.accepts_packed_grads = recipe.power_of_two and weights.update2 is None
         quantise = partial(quantise_weights_blockwise, recipe=recipe)
         self.matrices = QuantisedMatrices(weights, quantise, _unpack_matrix)
-        length = index.row_ids_R.shape[0]
+        length = index.weights_R.shape[0]
         self.index_cache = self.tiles = index_cache or map_row_tiles(index.offsets_e, length)
 
     def prepare_rows(self, rows: Rows) -> Rows:
@@ -178,9 +178,12 @@ class BlockwiseProducts(Products):
     def _widen_rows(self, rows: Rows) -> ProductSource:
         """Return FP8 token rows in 16 bits or fp32; strided (dispatched) rows in expert order."""
         assert rows.scales is not None
+        ids_R, *places = self.row_map
         if rows.values.is_contiguous():
-            return ProductSource(widen_rows(rows), self.row_map.row_ids_R)
-        wide_RD = gather_packed_rows(rows.values, rows.scales, rows.dtype, *self.row_map)
+            return ProductSource(widen_rows(rows), ids_R)
+        if ids_R is None:
+            return ProductSource(rows.widen(), None)
+        wide_RD = gather_packed_rows(rows.values, rows.scales, rows.dtype, ids_R, *places)
         return ProductSource(wide_RD, None)
 
     def _get_fp8_operand(self, x: _Fp8Operand) -> Blocks:

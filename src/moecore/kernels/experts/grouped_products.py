@@ -160,11 +160,12 @@ class GroupedProducts(Products):
         self.matmuls.drop_weights()
 
     def _gather_by_expert(self, rows: Rows) -> Tensor:
-        """Return token rows gathered into expert order, widened if they are FP8."""
+        """Return token rows in expert order, widened if they are FP8."""
         x_SD = rows.widen()
         if self.matmuls.saturates:
             x_SD = replace_infinities(x_SD)
-        return gather_rows_without_autograd(x_SD, *self.row_map)
+        ids_R, *places = self.row_map
+        return x_SD if ids_R is None else gather_rows_without_autograd(x_SD, ids_R, *places)
 
     def _multiply(self, rows_RK: Any, operand: Operand) -> Tensor:
         """Return expert rows times their experts' w1 or w2 (as `operand` says), with LoRA."""

@@ -94,7 +94,7 @@ def make_products(
     activation, recipe = options.activation, options.recipe
     matmuls: Matmuls
     # On meta this package's products have the shapes of Transformer Engine's.
-    if options.products == "te" and index.row_ids_R.device.type != "meta":
+    if options.products == "te" and index.weights_R.device.type != "meta":
         matmuls = TEMatmuls(index, weights, recipe, index_cache)
     elif recipe is None:
         if options.products == "triton":

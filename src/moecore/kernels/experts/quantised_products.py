@@ -88,7 +88,7 @@ class ScaledMatmuls(Matmuls):
 
     def __init__(self, index: ExpertIndex, weights: ExpertWeights, recipe: Recipe) -> None:
         self.recipe, self.offsets_e = recipe, index.offsets_e
-        self.has_low_rank_kernels = has_hopper_kernels(index.row_ids_R.device)
+        self.has_low_rank_kernels = has_hopper_kernels(index.weights_R.device)
         self.magnitudes = weights.magnitudes
         quantise = partial(quantise_by_rows, recipe=recipe)
         self.matrices = QuantisedMatrices(weights, quantise, _unpack_fp8)
@@ -187,7 +187,7 @@ class EmulatedMatmuls(Matmuls):
     def __init__(self, index: ExpertIndex, weights: ExpertWeights, recipe: Recipe) -> None:
         self.recipe, self.offsets_e = recipe, index.offsets_e
         self.packs_rows = recipe.hidden_format == "microscaled"
-        device, length = index.row_ids_R.device, index.row_ids_R.shape[0]
+        device, length = index.weights_R.device, index.weights_R.shape[0]
         self.has_low_rank_kernels = has_hopper_kernels(device)
         self.is_packed = has_block_scaled_kernels(device, recipe.scaling)  # operands are bytes
         self._quantise_rows = partial(

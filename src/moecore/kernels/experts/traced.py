@@ -28,7 +28,7 @@ from moecore.kernels.rows.move import sum_rows_without_autograd
 from moecore.kernels.rows.record import Rows
 
 RECIPE_FIELDS = [field.name for field in fields(Recipe)]
-_INDEX = "Tensor row_ids_R, Tensor slots_SK, Tensor offsets_e, Tensor? offsets_g"
+_INDEX = "Tensor? row_ids_R, Tensor slots_SK, Tensor offsets_e, Tensor? offsets_g"
 _UPDATES = "Tensor? a1_erD, Tensor? b1_eCr, Tensor? a2_erF, Tensor? b2_eDr"
 _OPTIONS = (
     f"{FLAT}, str products, bool saves_h, "

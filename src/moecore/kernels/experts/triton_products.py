@@ -60,7 +60,7 @@ class TritonProducts(Products):
         super().__init__(index, activation, weights, has_kernels=True)
         self.w1_eCD, self.w2_eDF = weights.w1_eCD, weights.w2_eDF
         self.hidden_dim = weights.w2_eDF.shape[2]
-        length, device = index.row_ids_R.shape[0], index.row_ids_R.device
+        length, device = index.weights_R.shape[0], index.weights_R.device
         if index_cache is None and length and has_hopper_kernels(device):
             index_cache = map_row_tiles(index.offsets_e, length)
         self.index_cache = self.tiles = index_cache
@@ -131,18 +131,22 @@ class TritonProducts(Products):
         del self.w1_eCD, self.w2_eDF, self.low1, self.low2
 
     def _choose_source(self, rows: Rows, matmul: Use) -> ProductSource:
-        """Return token rows to gather by id, or already gathered if `matmul` is faster so."""
-        if self.tiles is None:
-            return ProductSource(rows.widen(), self.row_map.row_ids_R)
+        """Return token rows to gather by id, or already gathered if `matmul` is faster so.
+
+        Rows that are in expert order already are read where they are.
+        """
+        ids_R, *places = self.row_map
+        if self.tiles is None or ids_R is None:
+            return ProductSource(rows.widen(), ids_R)
         if rows.scales is not None:
-            wide_RD = gather_packed_rows(rows.values, rows.scales, rows.dtype, *self.row_map)
+            wide_RD = gather_packed_rows(rows.values, rows.scales, rows.dtype, ids_R, *places)
             return ProductSource(wide_RD, None)
         gathers = self.hidden_dim >= GATHER_FIRST.get(matmul, self.hidden_dim + 1)
         # The kernels that gather while they load add no low-rank update.
         gathers |= matmul in ("fc1", "recompute") and self.low1.update is not None
         if gathers and (self.activation.gated or matmul == "wgrad") and rows.values.shape[0]:
-            return ProductSource(gather_used_rows(rows.values, *self.row_map), None)
-        return ProductSource(rows.values, self.row_map.row_ids_R)
+            return ProductSource(gather_used_rows(rows.values, ids_R, *places), None)
+        return ProductSource(rows.values, ids_R)
 
     def _multiply(self, source: ProductSource, b_eKN: Tensor, addend: Addend | None) -> Tensor:
         """Return each expert row times its expert's matrix, plus `addend` (LoRA part or None)."""

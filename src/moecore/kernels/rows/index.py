@@ -38,7 +38,8 @@ MAX_ROWS = 2**31 - 1  # row numbers are int32
 class ExpertIndex(NamedTuple):
     """Which expert rows (token copies sorted by local expert) belong to which token and expert."""
 
-    row_ids_R: Tensor  # int32, source row of each expert row; 0 where there is none
+    # int32, source row of each expert row, 0 where there is none; None = row r is source row r
+    row_ids_R: Tensor | None
     weights_R: Tensor  # fp32, weight of each expert row, differentiable; 0 where there is none
     # int32, expert row of each source row's k-th choice; -1 where it has none here
     slots_SK: Tensor

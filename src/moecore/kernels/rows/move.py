@@ -54,7 +54,7 @@ def zero_rows_without_slot(x_RD: Tensor, slots_SK: Tensor) -> Tensor:
 
 
 def sum_rows_ref(
-    y_RD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
+    y_RD: Tensor, row_ids_R: Tensor | None, slots_SK: Tensor, num_rows: Tensor | None
 ) -> Tensor:
     """Compute `sum_rows` in plain PyTorch."""
     dtype = torch.promote_types(y_RD.dtype, torch.float32)
@@ -214,7 +214,7 @@ def gather_rows_without_autograd(
 
 
 def sum_rows_without_autograd(
-    y_RD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
+    y_RD: Tensor, row_ids_R: Tensor | None, slots_SK: Tensor, num_rows: Tensor | None
 ) -> Tensor:
     """Compute `sum_rows` without autograd, for the implementation of other operations."""
     if y_RD.dtype in KERNEL_DTYPES and can_use_kernel(y_RD, slots_SK):

@@ -170,8 +170,8 @@ def gather_row_blocks(
     """Gather FP8 rows in expert order to an operand with a scale per 1 x 128. No autograd.
 
     `rows` are token rows with scales, maybe strided; D is a multiple of 128. Other arguments are as
-    in `gather_rows`. If row_ids_R and slots_SK are None, `rows` are in expert order, contiguous,
-    and the result shares their values. Rows from num_rows on, and values of padding rows, are
+    in `gather_rows`. If row_ids_R or slots_SK is None, `rows` are in expert order, and the result
+    shares their values. Rows from num_rows on, and values of padding rows, are
     uninitialised. No host sync.
     """
     assert rows.scales is not None

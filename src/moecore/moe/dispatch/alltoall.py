@@ -235,6 +235,8 @@ class AllToAllDispatcher(Dispatcher):
         if routing.pad and not torch.compiler.is_compiling():  # a tracer would guard on T
             balanced = p.count_balanced(T, K)
         unsummed = p.find_unsummed(source.rows, index, routing)
+        if unsummed is not None:  # products read the received rows in place
+            index = index._replace(row_ids_R=None)
         parts = (source.rows, index, source.plan, unsummed, balanced)
         return ExpertInput(*parts, receiver=source.plan.receiver)
 

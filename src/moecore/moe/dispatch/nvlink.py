@@ -206,7 +206,7 @@ def _build_index(
         max_pairs=num_rows,
     )
     if factor not in (None, "exact") and has_row_limit:
-        limited = exchange.limit_rows(index.offsets_e, index.row_ids_R.shape[0])
+        limited = exchange.limit_rows(index.offsets_e, index.weights_R.shape[0])
         index = index._replace(offsets_e=limited)
     return index
 
@@ -223,7 +223,7 @@ class _GradSender:
         self,
         drows_RD: Tensor,
         dweights_R: Tensor | None,
-        row_ids_R: Tensor,
+        row_ids_R: Tensor | None,
         slots_SK: Tensor,
         num_rows: Tensor,
     ) -> None:
@@ -293,10 +293,10 @@ class _Dispatch(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         choices = exchange.dispatch_tokens(wire.pack_rows(x_TD), ids_TK, weights_TK, placement)
         index = make_index(choices)
-        grad_handle_RD = make_row_handle(x_TD, index.row_ids_R.shape[0])
+        grad_handle_RD = make_row_handle(x_TD, index.weights_R.shape[0])
         row_map = (choices.peers_T, choices.places_S)
         ctx.exchange, ctx.sender = exchange, sender
-        ctx.rows_like = (index.row_ids_R.shape[0], x_TD.shape[1]), x_TD.dtype
+        ctx.rows_like = (index.weights_R.shape[0], x_TD.shape[1]), x_TD.dtype
         ctx.save_for_backward(*row_map, index.slots_SK)
         integers = (*row_map, index.row_ids_R, index.slots_SK, index.offsets_e)
         ctx.mark_non_differentiable(choices.rows_SD, *integers)
