@@ -220,7 +220,7 @@ BY_DAY: dict[str, Cases] = {
             "qwen3, ring, packed; qwen3, long or short frequencies, rows; mixtral, window, rows; "
             "gpt-oss, heads, packed; deepseek, tp, padded; gated delta, packed; "
             "kimi delta, tp, packed; state space, tp, packed; sparse, packed; "
-            "sparse, sinks, tp, packed; short convolution, packed; "
+            "sparse, sinks, tp, packed; compressed, packed; short convolution, packed; "
             "chunks and temperatures, packed; lightning, tp, packed; "
             "text of qwen3_vl_moe, packed; own routers, a cp for each group, tp, padded; "
             "tampered positions"

@@ -228,8 +228,11 @@ def test_angles_of_the_longest_sequence_are_refused(rope: dict[str, Any]) -> Non
         make_engine(64).log_probs(many(61))
 
 
-def test_sparse_attention_of_transformers_is_refused() -> None:
-    model = tiny_model("deepseek_v32")
+@pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4"])
+def test_sparse_attention_of_transformers_is_refused(family: str) -> None:
+    model = tiny_model(
+        family, **{"deepseek_v4": dict(mlp_layer_types=["moe", "moe"])}.get(family, {})
+    )
     use_causal_attention(model)
     freeze_indexers(model)
     with pytest.raises(ValueError, match=r"a layer of sparse attention .* must not be in"):

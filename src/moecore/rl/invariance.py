@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from moecore.families.transformers.compressed_attention import find_compressed_attention
 from moecore.families.transformers.packing import find_longest_position_readers
 from moecore.families.transformers.sparse_attention import find_sparse_attention
 from moecore.kernels.invariant import batch_invariant
@@ -81,7 +82,7 @@ def _find_invariance_obstacles(
     types = getattr(model_config, "layer_types", None) or ()
     if "linear_attention" in types:
         yield "layer_types", "'linear_attention'", "have attention alone"
-    for module in find_sparse_attention(model):
+    for module in (*find_sparse_attention(model), *find_compressed_attention(model)):
         yield "a layer of sparse attention", type(module).__name__, "not be in the model"
     for name, rope_type, _ in find_longest_position_readers(model):
         fix = "have angles that do not depend on the longest sequence of a row, as 'yarn' has,"

@@ -12,7 +12,7 @@ ROWS, TOKENS = 2, 32
 CUTS, PADDING = [0, 8, 32, 48, 64], 8
 TINY = (  # of `tiny_model`: linear or sparse attention, and experts behind a router
     *("qwen3_next", "qwen3_5_moe", "kimi_linear", "granitemoehybrid", "nemotron_h"),
-    *("minimax_m2", "deepseek_v32", "glm_moe_dsa"),
+    *("minimax_m2", "deepseek_v32", "deepseek_v4", "glm_moe_dsa"),
     *("axk2", "dots3_note", "hy_v4", "lfm2_moe", "llama4"),
     *("qwen3_vl_moe", "glm4v_moe", "qwen3_omni_moe", "ernie4_5_vl_moe"),
     *("deepseek_ocr2", "step3p7", "unlimited_ocr", "minimax"),
@@ -137,6 +137,11 @@ CASES = {
     # are 1e-5 and 4e-4 away from fp64.
     "sparse, sinks, tp, packed": make_case("hy_v4", "cp2-tp2-ep4", "packed sum calm"),
     "sparse, sinks, rows": make_case("hy_v4", "cp2-ep2", "calm nightly"),
+    "compressed, packed": make_case("deepseek_v4", "cp2-ep4", "packed calm", recompute="gemm_last"),
+    "compressed, tp, packed": make_case(
+        "deepseek_v4", "cp2-tp2-ep4", "packed sum checkpointing calm nightly"
+    ),
+    "compressed, rows": make_case("deepseek_v4", "cp4-ep2", "calm nightly"),
     "gated delta, tp, rows": make_case("qwen3_next", "cp2-tp2-ep4", "calm nightly"),
     "qwen3, a cp for each group": make_case(
         "qwen3-moe", "ep4", "packed checkpointing sum", balance=BALANCED, cps=(2, 1, 1)

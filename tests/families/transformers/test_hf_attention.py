@@ -26,6 +26,7 @@ from moecore.families.transformers.linear_attention import find_linear_layers
 from moecore.packing import PackedCollator
 from tests.families.transformers import hf_models
 from tests.families.transformers.family_models import (
+    BOUNDS,
     IS_BEFORE_5_23,
     batch,
     family_names,
@@ -90,13 +91,13 @@ def test_masks_and_positions_are_refused() -> None:
         model.base_model(TOKENS, torch.ones_like(TOKENS))
 
 
-@pytest.mark.parametrize("name", ["full", "sparse"])
+@pytest.mark.parametrize("name", ["full", "deepseek_v32", "deepseek_v4"])
 def test_keys_of_an_earlier_forward_are_refused(name: str) -> None:
-    model = make(causal=True) if name == "full" else tiny_model("deepseek_v32")
+    model = make(causal=True) if name == "full" else tiny_model(name)
     use_causal_attention(model)
     ids = TOKENS % 61
     cache = model(input_ids=ids[:, :8], use_cache=True).past_key_values
-    with pytest.raises(ValueError, match=r"tokens \(8\) must be as many as their keys \(16\) for"):
+    with pytest.raises(ValueError, match=r"tokens \(8\) must be as many as their keys \(1[16]\)"):
         model(input_ids=ids[:, 8:], past_key_values=cache)
 
 
@@ -109,11 +110,12 @@ def test_what_it_does_not_compute_is_refused() -> None:
         _attend_causally(model, query, query, query, None, softcap=30.0)
     with pytest.raises(ValueError, match="position_bias"):
         _attend_causally(model, query, query, query, None, sliding_window=2, position_bias=1.0)
-    sparse = tiny_model("deepseek_v32")
-    use_causal_attention(sparse)
-    sparse.base_model.layers[0].self_attn.attention_dropout = 0.1
-    with pytest.raises(ValueError, match=r"attention_dropout \(0.1\) must be 0 for use_causal"):
-        sparse(input_ids=TOKENS % 61)
+    for family in ("deepseek_v32", "deepseek_v4"):
+        sparse = tiny_model(family)
+        use_causal_attention(sparse)
+        sparse.base_model.layers[0].self_attn.attention_dropout = 0.1
+        with pytest.raises(ValueError, match=r"attention_dropout \(0.1\) must be 0 for use_causal"):
+            sparse(input_ids=TOKENS % 61)
     model.config.layer_types = ["chunked_attention"]
     with pytest.raises(ValueError, match=r"layer_types \('chunked_attention'\) must not be"):
         use_causal_attention(model)
@@ -181,7 +183,7 @@ def test_documents_windows_and_sinks_are_those_of_transformers(name: str) -> Non
 
 
 LINEAR = ["qwen3_next", "qwen3_5_moe", "kimi_linear", "granitemoehybrid", "lfm2_moe", "minimax"]
-SPARSE = ["deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note", "hy_v4"]
+SPARSE = ["deepseek_v32", "deepseek_v4", "glm_moe_dsa", "axk2", "dots3_note", "hy_v4"]
 SPARSE += [name for name in ("hy_v4_vl",) if name in family_names()]
 CHUNKED = ["llama4"]
 TOWERS = ["qwen3_vl_moe", "glm4v_moe", "qwen3_omni_moe", "ernie4_5_vl_moe"]
@@ -210,9 +212,9 @@ def test_documents_of_other_attention_are_those_of_transformers(family: str) -> 
     (want * weights).sum().backward()
     (got.view(want.shape) * weights).sum().backward()
     found = {"logits": got.detach().view(want.shape)} | hf_models.whole_gradients(model)
-    hf_models.assert_equal_numbers(
-        found, {"logits": want.detach()} | hf_models.whole_gradients(stock)
-    )
+    expected = {"logits": want.detach()} | hf_models.whole_gradients(stock)
+    error, name = hf_models.worst(found, expected)
+    assert error <= BOUNDS.get(family, 1e-5), f"{name}: {error}"
     with torch.no_grad():
         assert (stock(ids.view(1, -1)).logits - want).abs().max() > 0.1
         torch.testing.assert_close(stock(ids).logits, model(ids).logits)

@@ -14,7 +14,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.families import use_causal_attention
-from moecore.kernels.sparse_attention import attention
+from moecore.kernels.sparse_attention import attention, index
 from moecore.kernels.sparse_attention.index import select_keys
 from moecore.parallel.model.parallel_state import get_moe_state
 from tests.families.transformers import hf_models
@@ -104,15 +104,19 @@ def test_indexers_without_a_config_learn_nothing() -> None:
     assert {n for n, grad in grads.items() if grad is None} == {n for n in grads if "indexer" in n}
 
 
-def test_a_model_makes_no_tensor_of_all_pairs(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4"])
+def test_a_model_makes_no_tensor_of_all_pairs(family: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(attention, "CHUNK_NUMBERS", 2**12)
-    tokens, largest = 320, {}
+    monkeypatch.setattr(index, "SCORES", 2**12)
+    tokens, largest = 640, {}
     ids = torch.arange(tokens)[None] % 61
+    config = IndexerConfig() if family == "deepseek_v32" else None
     for is_stock in (True, False):
-        model = tiny_model("deepseek_v32")
+        model = tiny_model(family)
         model.config.max_position_embeddings = tokens
         if not is_stock:
-            parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), indexer=IndexerConfig())
+            use_causal_attention(model)
+            parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), indexer=config)
         with Operations(count_made) as made:
             model(ids, labels=ids, use_cache=False).loss.backward()
         largest[is_stock] = max(made.found)

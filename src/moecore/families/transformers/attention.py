@@ -28,6 +28,7 @@ from moecore.families.transformers.chunked_attention import (
     split_into_chunks,
     use_chunked_attention,
 )
+from moecore.families.transformers.compressed_attention import use_compressed_attention
 from moecore.families.transformers.linear_attention import SEQUENCE, accept_sequence_argument
 from moecore.families.transformers.rows import READER, RowReader
 from moecore.families.transformers.sparse_attention import refuse_cached_keys, use_sparse_attention
@@ -78,6 +79,7 @@ def use_causal_attention(model: nn.Module) -> None:
     accept_sequence_argument(hf)
     use_chunked_attention(hf)
     use_sparse_attention(hf)
+    use_compressed_attention(hf)
     if not hasattr(hf, READER):
         setattr(hf, READER, RowReader(hf))
 

@@ -21,6 +21,7 @@ from moecore.base.options.context import ContextOptions
 from moecore.families.transformers import stock
 from moecore.families.transformers.attention import use_causal_attention
 from moecore.families.transformers.chunked_attention import find_chunked_layers
+from moecore.families.transformers.compressed_attention import find_compressed_attention
 from moecore.families.transformers.head import IS_SCORED
 from moecore.families.transformers.linear_attention import SEQUENCE
 from moecore.families.transformers.packing import find_packing_problem
@@ -56,7 +57,7 @@ class CausalContext:
         if getattr(config, "kv_lora_rank", None):  # keys of all heads are made before attention
             kv_heads = num_heads
         local_heads = num_heads // tp, max(kv_heads // tp, 1)
-        is_sparse = bool(find_sparse_attention(self.model))
+        is_sparse = bool(find_sparse_attention(self.model) or find_compressed_attention(self.model))
         if find_chunked_layers(self.model):
             if options.way not in ("auto", "a2a") or local_heads[1] % cp:
                 raise ValueError(

@@ -8,6 +8,7 @@ and the angles of that token are dropped. Packed documents would share angles, s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from moecore.base.torch_private import tree_map_only
 from moecore.families.adapters import CONVOLUTIONS
 from moecore.families.transformers import stock
 from moecore.families.transformers.chunked_attention import CHUNKED, find_chunked_layers
+from moecore.families.transformers.compressed_attention import find_compressed_attention
 from moecore.families.transformers.linear_attention import SHORT_CONVOLUTIONS, find_linear_layers
 from moecore.families.transformers.sparse_attention import find_sparse_attention
 
@@ -101,6 +103,7 @@ def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> st
             CHUNKED: len(find_chunked_layers(model)),
             REFERENCE: len(stock.find_modules(model, REFERENCE_CLASS)),
             **dict.fromkeys(SPARSE, len(find_sparse_attention(model))),
+            **Counter(layer.layer_type for layer in find_compressed_attention(model)),
         }
     if (problem := find_unsupported_layer(model, row_layers)) is not None:
         return problem

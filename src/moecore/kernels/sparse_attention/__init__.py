@@ -5,3 +5,4 @@ from moecore.kernels.sparse_attention.contract import IndexerHeads as IndexerHea
 from moecore.kernels.sparse_attention.contract import KeySpans as KeySpans
 from moecore.kernels.sparse_attention.contract import LatentHeads as LatentHeads
 from moecore.kernels.sparse_attention.contract import SparseOutput as SparseOutput
+from moecore.kernels.sparse_attention.index import select_in_spans as select_in_spans

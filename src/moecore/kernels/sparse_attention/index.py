@@ -20,6 +20,7 @@ from moecore.kernels.sparse_attention.keys import Keys, SpanOfKeys
 from moecore.kernels.triton_api import INTERPRET, tl, triton
 
 DIMS = (16, 32, 64, 128)  # of a head: one step of a product
+SCORES = 2**27  # numbers of the scores that `select_in_spans` computes at once: 512 MiB
 SELECTING = 4  # numbers that `select_keys` allocates per query and key without its kernel
 
 
@@ -56,6 +57,22 @@ def select_keys(scores_CS: Tensor, first_key: int, top_k: int) -> Tensor:
     keys_CS = torch.arange(first_key, first_key + S, dtype=torch.int32, device=scores_CS.device)
     out = keys_CS.new_full((C, top_k + 1), -1)  # the last column receives all other keys
     return out.scatter_(1, places_CS, keys_CS.expand(C, S))[:, :top_k]
+
+
+def select_in_spans(indexer: IndexerHeads, first_t: Tensor, last_t: Tensor, top_k: int) -> Tensor:
+    """Return for each query the `top_k` best keys of its span, int32 [t, top_k], as `select_keys`.
+
+    Spans, from `first_t` to `last_t` (int64, both included), may be empty. No host sync.
+    """
+    t, N = len(first_t), len(indexer.k_Ni)
+    size = max(1, SCORES // (N * count_workspace_floats(indexer)))
+    selected = torch.empty(t, top_k, dtype=torch.int32, device=first_t.device)
+    for begin in range(0, t, size):
+        part = slice(begin, begin + size)
+        of_part = indexer._replace(q_thi=indexer.q_thi[part], w_th=indexer.w_th[part])
+        span = SpanOfKeys(0, N, first_t[part], last_t[part])
+        selected[part] = select_keys(compute_span_scores(of_part, span), 0, top_k)
+    return selected
 
 
 def compute_divergence(p_CK: Tensor, scores_CK: Tensor) -> Tensor:
