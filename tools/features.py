@@ -11,8 +11,8 @@ from typing import Any
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = DOCS / "from_megatron.md"
 BEGIN = (
-    "## Features and their tests\n\nThe table lists features of these sources. Names begin with "
-    "`moecore.`. A record is a measurement or a test run on a GPU.\n\n"
+    "## Features and their tests\n\nNames begin with `moecore.`. Records are measurements or test "
+    "runs on a GPU.\n\n"
 )
 
 
