@@ -34,9 +34,9 @@ from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
 from moecore.families.fp32_modules import SELECTION_BIASES, set_dtypes
+from moecore.families.transformers.blocks import OWN_ROUTERS
 from moecore.families.transformers.context import CausalContext
 from moecore.families.transformers.packing import find_packing_problem
-from moecore.families.transformers.router_records import OWN_ROUTERS
 from moecore.families.transformers.stock import list_tower_modules
 from moecore.families.transformers.tp_plans import OUTPUTS, plan_modules
 from moecore.io import Saver, export_hf, load, load_hf
