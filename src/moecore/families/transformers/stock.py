@@ -243,19 +243,11 @@ def get_text_decoder(model: Any) -> Any:
     return base.get_decoder() if hasattr(base, "get_decoder") else base
 
 
-def list_tower_modules(model: Any) -> set[nn.Module]:
-    """Return a model's modules outside of its text decoder, such as image encoders."""
-    base, decoder = get_base_model(model), get_text_decoder(model)
-    if decoder is base:
-        return set()
-    return {*base.modules()} - {base, *decoder.modules()}
-
-
-def list_towers(model: Any) -> list[str]:
-    """Return the names of the outermost modules with parameters outside of the text decoder."""
+def find_towers(model: Any) -> dict[str, nn.Module]:
+    """Return the outermost modules with parameters outside of the text decoder, by name."""
     base, decoder = get_base_model(model), get_text_decoder(model)
     names = {module: name for name, module in model.named_modules()}
-    towers: list[str] = []
+    towers = dict[str, nn.Module]()
 
     def visit(module: nn.Module) -> None:
         for child in module.children():
@@ -263,7 +255,7 @@ def list_towers(model: Any) -> list[str]:
                 if child is not decoder:
                     visit(child)
             elif next(child.parameters(), None) is not None:
-                towers.append(names[child])
+                towers[names[child]] = child
 
     if decoder is not base:
         visit(base)
