@@ -211,9 +211,8 @@ def connect_host_memory(num_copies: Count = 2) -> None:
         OSError: if a server does not start.
     """
     global _hosts
-    arguments = locals()
     with share_errors():
-        check_arguments(connect_host_memory, arguments)
+        check_arguments(connect_host_memory, locals())
     name = os.environ.get(HOST_VARIABLE) or socket.gethostname()
     ip = _find_own_ip()
     is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
