@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -125,7 +125,7 @@ def _check_router_logits(module: Any, args: Any, kwargs: dict[str, Any], output:
         )
 
 
-class ShardedDeviceMap(Mapping[str, str]):
+class ShardedDeviceMap(dict[str, str]):
     """An empty device map whose length raises, so that accelerate and Trainer refuse a model.
 
     accelerate calls `len(model.hf_device_map)` before it wraps a model. `generate` and other code
@@ -133,6 +133,7 @@ class ShardedDeviceMap(Mapping[str, str]):
     """
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self._name = name
 
     def __len__(self) -> NoReturn:
@@ -141,12 +142,6 @@ class ShardedDeviceMap(Mapping[str, str]):
             "parallelize_moe has sharded it: use moecore.integrations.transformers.MoETrainer, or "
             "moecore.TrainStep in a loop of your own"
         )
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def __getitem__(self, key: str) -> str:
-        raise KeyError(key)
 
 
 def refuse_accelerate(model: nn.Module) -> None:
