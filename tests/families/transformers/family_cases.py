@@ -34,6 +34,15 @@ NO_STAGES = {
     "no embedding, or no head": "no, no embedding or head",
     "returns hidden states alone": "no, layers return several tensors",
 }
+# A router's class -> why moecore's router cannot replace it.
+OWN_ROUTERS = {
+    "Ernie4_5_VLMoeMoeTopKRouter": "other experts for images",
+    "Gemma4TextRouter": "trained factors of experts",
+    "InklingTopkRouter": "shared experts are weighted, too",
+    "Lfm2MoeTopKRouter": "1e-6 in the sum of weights",
+    "PhimoeTopKRouter": "sparsemixer",
+    "ZayaRouter": "an MLP across layers",
+}
 # Whose experts peft takes for matrices [out, in] unless they are marked.
 MARKED = {"llama4": "yes, with experts.is_transposed set"}
 # Of MLPs, which peft may take for experts' matrices; a router; what peft refuses in Mamba layers.

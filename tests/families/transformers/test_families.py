@@ -34,7 +34,6 @@ from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
 from moecore.families.fp32_modules import SELECTION_BIASES, set_dtypes
-from moecore.families.transformers.blocks import OWN_ROUTERS
 from moecore.families.transformers.context import CausalContext
 from moecore.families.transformers.packing import find_packing_problem
 from moecore.families.transformers.stock import find_towers
@@ -261,7 +260,8 @@ def described(model: nn.Module) -> list[str]:
 
 def own_router(model: nn.Module) -> str:
     """Return why a model keeps its router, which the record of its class says."""
-    (reason,) = {OWN_ROUTERS[n] for m in model.modules() if (n := type(m).__name__) in OWN_ROUTERS}
+    reasons = family_cases.OWN_ROUTERS
+    (reason,) = {reasons[n] for m in model.modules() if (n := type(m).__name__) in reasons}
     return f"its own: {reason}"
 
 

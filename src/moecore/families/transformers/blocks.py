@@ -1,7 +1,6 @@
 """Adapters of transformers (>= 5) MoE blocks, with one record per class of blocks.
 
     RECORDS        class of a block -> `RouterRecord`, for routing rules that `MoEConfig` expresses
-    OWN_ROUTERS    class of a router -> why its model keeps it
     read_routing   block, record -> router fields of `MoEConfig`; None = the block keeps its router
 
 Blocks without a record, or with options that `MoEConfig` lacks, keep their router: see
@@ -231,16 +230,6 @@ RECORDS: dict[str, RouterRecord] = {
     ),
     "OpenAIPrivacyFilterMLP": PAIR_OUTPUT,
     "Qwen3_5MoeSparseMoeBlock": RouterRecord(layout=GATED_SHARED_EXPERT),
-}
-
-# A router's class -> why moecore's router cannot replace it.
-OWN_ROUTERS = {
-    "Ernie4_5_VLMoeMoeTopKRouter": "other experts for images",
-    "Gemma4TextRouter": "trained factors of experts",
-    "InklingTopkRouter": "shared experts are weighted, too",
-    "Lfm2MoeTopKRouter": "1e-6 in the sum of weights",
-    "PhimoeTopKRouter": "sparsemixer",
-    "ZayaRouter": "an MLP across layers",
 }
 
 REFUSED = {
