@@ -104,8 +104,8 @@ def _read_dcp_facts(path: Path) -> dict[str, Any]:
     from moecore.io.interchange.convert import infer_tensor_naming
     from moecore.io.interchange.dcp import DCPFiles
 
-    with DCPFiles(path) as files:
-        names, tensors = infer_tensor_naming(files), files.tensors
+    files = DCPFiles(path)
+    names, tensors = infer_tensor_naming(files), files.tensors
     data_files = sorted({chunk.file for tensor in tensors.values() for chunk in tensor.chunks})
     return {
         "names": names,
@@ -127,8 +127,8 @@ def run_verify(args: Any) -> int:
     if kind == "DCP":
         from moecore.io.interchange.dcp import DCPFiles
 
-        with DCPFiles(path) as files:
-            print(f"{path}: whole, {len(files.tensors)} tensors (.metadata; no digests)")
+        files = DCPFiles(path)
+        print(f"{path}: whole, {len(files.tensors)} tensors (.metadata; no digests)")
         return 0
     from moecore.io.hf.verify import verify_hf
 

@@ -181,14 +181,12 @@ class HostMemoryFileSystem(AbstractFileSystem):
         hosts = _get_hosts()
         return _Upload(hosts.ring[: hosts.num_copies], quote(f"/{path}"))
 
-    def rm_file(self, path: str) -> None:
+    def rm_file(self, path: str, **_: Any) -> None:
         """Delete a file, or all files below a prefix, on all hosts."""
-        for _ in _get_hosts().ask_all("DELETE", quote(f"/{path}")):
+        for _host in _get_hosts().ask_all("DELETE", quote(f"/{path}")):
             pass
 
-    def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
-        """Delete all files below a prefix on all hosts."""
-        self.rm_file(path)
+    rm = rm_file
 
 
 fsspec.register_implementation(SCHEME, HostMemoryFileSystem, clobber=True)

@@ -110,7 +110,7 @@ class BucketCollector(ErrorKeeper):
         group: Group = None,  # of gloo, to agree in; NCCL sends tensors in the default group
     ) -> None:
         self._owners, self.device, self._group = owners, device, group
-        self._rank, _ = get_rank_and_world()
+        self._rank, self._world = get_rank_and_world()
         # A box is split only along dim 0 of its tensor, so a message has at least one row.
         self.capacity = max(message_bytes, ALIGNMENT)  # bytes of a message
         for item in items:
@@ -125,7 +125,7 @@ class BucketCollector(ErrorKeeper):
     @contextmanager
     def open_pass(self) -> Iterator[None]:
         """Return a context that allocates the message buffer of `collect_bucket`. Collective."""
-        size = self.capacity if self._owners.world > 1 else 0
+        size = self.capacity if self._world > 1 else 0
 
         def allocate() -> Tensor:
             if self._message is not None:

@@ -92,9 +92,7 @@ class PartOwners:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self.ranks: dict[str, dict[ShardRuns, list[int]]] = {}  # by tensor and distinct shard
-        self.world = 0
         for rank, rank_parts in enumerate(gather_objects(parts)):
-            self.world += 1
             for name, (shape, dtype, shard_runs) in rank_parts.items():
                 self.shapes[name], self.dtypes[name] = shape, dtype
                 self.ranks.setdefault(name, {}).setdefault(shard_runs, []).append(rank)

@@ -56,10 +56,6 @@ class StoredAdapter:
         write_piece(tensor, self.piece, file_tensor)
         return file_tensor
 
-    def convert_from_file(self, file_tensor: Tensor) -> Tensor:
-        """Convert the tensor in peft's file to the adapter's unsharded tensor."""
-        return self.piece.locate(file_tensor).reshape(self.tensor.shape)
-
 
 @torch.no_grad()
 def init_adapters(model: nn.Module, seed: int = 0) -> None:
@@ -167,9 +163,8 @@ def load_adapters(
     drop_step(model)
     with torch.no_grad():
         for name, entry in entries.items():
-            value = select_shard(
-                entry.convert_from_file(file_tensors[name]), compute_global_indices(entry.tensor)
-            )
+            full = entry.piece.locate(file_tensors[name]).reshape(entry.tensor.shape)
+            value = select_shard(full, compute_global_indices(entry.tensor))
             get_detached_shard(entry.tensor).copy_(value)
 
 

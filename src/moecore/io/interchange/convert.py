@@ -86,11 +86,11 @@ def dcp_to_native(
     path, root = Path(path), make_path(root)
     check_run_is_new(root)
     decoder = decoder_config_from_hf(config)
-    with DCPFiles(path) as files:
-        sources, plan, problems = _find_sources(files, decoder)
-        options = (step, dtype, max_file_bytes, progress)
-        conversion = Conversion(path, files, sources, plan, decoder, problems, *options)
-        return write_native(root, conversion)
+    files = DCPFiles(path)
+    sources, plan, problems = _find_sources(files, decoder)
+    options = (step, dtype, max_file_bytes, progress)
+    conversion = Conversion(path, files, sources, plan, decoder, problems, *options)
+    return write_native(root, conversion)
 
 
 def native_to_dcp(

@@ -38,7 +38,7 @@ from moecore.io.interchange.dcp_metadata import DCPChunk, read_metadata
 
 
 class DCPFiles:
-    """Reads boxes (slices) of tensors in a DCP directory; a context manager, caches one chunk."""
+    """Reads boxes (slices) of tensors in a DCP directory, and caches the last chunk."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -52,12 +52,6 @@ class DCPFiles:
         for chunk, source, target in find_common_boxes(box, entry.chunks):
             out[target] = self._load_chunk(name, chunk, entry.dtype)[source]
         return out
-
-    def __enter__(self) -> DCPFiles:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._last = None
 
     def _load_chunk(self, name: str, chunk: DCPChunk, dtype: torch.dtype) -> Tensor:
         """Return a chunk of tensor `name`; raise OSError if the file has no such chunk."""
