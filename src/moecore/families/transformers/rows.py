@@ -30,7 +30,6 @@ from moecore.attention.context_parallel.local_tokens import (
     select_cp_ranks,
 )
 from moecore.attention.sequence import Sequence, make_packed_sequence, shift_rows
-from moecore.base.torch_private import call_after_backward
 from moecore.families.transformers import stock
 from moecore.families.transformers.experts import get_image_mask, has_vision_experts
 from moecore.families.transformers.linear_attention import SEQUENCE
@@ -243,14 +242,7 @@ class MaskReader:
         if sequence is None or (sequence.padding_mask_BT is None and sequence.cu_seqlens is None):
             return
         hidden = output if isinstance(output, Tensor) else output[0]
-        if not hidden.requires_grad:
-            return
-
-        def restore(_grad: Tensor) -> None:
-            self._state.sequence = sequence
-            call_after_backward(lambda: setattr(self._state, "sequence", None))
-
-        hidden.register_hook(restore)
+        stock.restore_in_backward(hidden, self._state, "sequence", sequence)
 
     def _pass_running_sequence(
         self, select_tokens: Choose, layer: nn.Module, args: Any, kwargs: Kwargs

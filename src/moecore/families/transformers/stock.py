@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from moecore.base.torch_private import call_after_backward, tree_leaves
 from moecore.moe.layer import LayerLayout
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a forward: positional, and by name
@@ -86,6 +87,18 @@ def has_extra_keywords(model: nn.Module) -> bool:
     """Whether a model's forward has `**kwargs`."""
     parameters = get_forward_parameters(type(model).forward).values()
     return any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def restore_in_backward(output: Any, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute of `owner` to `value` during the backward of `output`, then to None."""
+
+    def restore(_grad: Tensor) -> None:
+        setattr(owner, name, value)
+        call_after_backward(lambda: setattr(owner, name, None))
+
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(restore)
 
 
 def find_names_in_forward(module: nn.Module) -> frozenset[str]:
