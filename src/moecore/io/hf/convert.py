@@ -6,8 +6,8 @@ Tensors are converted one at a time, so the peak memory is the largest Hugging F
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -87,8 +87,7 @@ def native_to_hf(
     check_one_rank()
     path, out = make_path(path), Path(out)
     check_export_target(out, dtype)
-    with ExitStack() as stack:
-        model = open_native(path, stack, config=config, dtype=dtype, layout=layout)
+    with open_native(path, config=config, dtype=dtype, layout=layout) as model:
         shards = plan_shard_files(model.items, max_shard_bytes)
         write_directory(out, shards, model.values, model.collector, Meter(progress))
     return len(model.items)
@@ -106,15 +105,11 @@ class StoredModel:
     is_decoder: bool  # whether the model is the native decoder
 
 
+@contextmanager
 def open_native(
-    path: AnyPath,
-    stack: ExitStack,
-    *,
-    config: HFConfig,
-    dtype: torch.dtype | None,
-    layout: ExportLayout,
-) -> StoredModel:
-    """Verify a native checkpoint; return its `StoredModel`; ValueError if `config` does not fit."""
+    path: AnyPath, *, config: HFConfig, dtype: torch.dtype | None, layout: ExportLayout
+) -> Iterator[StoredModel]:
+    """Verify a native checkpoint; yield its `StoredModel`; ValueError if `config` does not fit."""
     manifest = verify(path)
     tensors = select_tensors(PREFIX, manifest)
     embedding = next((name for name in tensors if name.endswith(f".{EMBEDDING}")), EMBEDDING)
@@ -129,13 +124,14 @@ def open_native(
     items = list(make_items(dtypes, recipes, copies, dtype, keeps))
     problems = compare_config(values, manifest.facts.config)
     problems += find_content_problems({item.name: item for item in items}, values)
-    collector = StoredCollector(path, manifest, tensors, stack)
-    if HEAD in copies and not problems:  # a tied head is not written, so it must be equal
-        sources = {n: TensorSource(n, t.shape, t.dtype) for n, t in tensors.items()}
-        problems += find_copy_problems(collector, sources, {HEAD: EMBEDDING})
-    subject = f"path ({path}) must hold the model that config.json describes"
-    refuse_problems(subject, problems, "pass the config of this model")
-    return StoredModel(values, items, collector, tensors, keeps, _has_decoder_names(tensors))
+    with ExitStack() as stack:
+        collector = StoredCollector(path, manifest, tensors, stack)
+        if HEAD in copies and not problems:  # a tied head is not written, so it must be equal
+            sources = {n: TensorSource(n, t.shape, t.dtype) for n, t in tensors.items()}
+            problems += find_copy_problems(collector, sources, {HEAD: EMBEDDING})
+        subject = f"path ({path}) must hold the model that config.json describes"
+        refuse_problems(subject, problems, "pass the config of this model")
+        yield StoredModel(values, items, collector, tensors, keeps, _has_decoder_names(tensors))
 
 
 def hf_to_native(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -118,8 +117,7 @@ def native_to_dcp(
     path, out = make_path(path), Path(out)
     layout: Literal["fused", "per_expert"] = "per_expert" if names == "megatron" else "fused"
     check_export_target(out, dtype)
-    with ExitStack() as stack:
-        model = open_native(path, stack, config=config, dtype=dtype, layout=layout)
+    with open_native(path, config=config, dtype=dtype, layout=layout) as model:
         if names == "megatron":
             tensors = _plan_megatron_tensors(model)
         elif names == "dcp":
