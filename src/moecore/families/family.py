@@ -20,11 +20,15 @@ from moecore.families.transformers.blocks import find_hf_adapter, get_refusal_re
 from moecore.families.transformers.context import CausalContext
 from moecore.families.transformers.experts import hook_vision_experts
 from moecore.families.transformers.fused_modules import LAYER, fuse_hyper_connections, fuse_norms
-from moecore.families.transformers.guards import guard_models, refuse_accelerate, warn_about_cache
+from moecore.families.transformers.guards import (
+    guard_models,
+    refuse_accelerate,
+    refuse_lost_router_logits,
+    warn_about_cache,
+)
 from moecore.families.transformers.head import find_plain_heads, fuse_loss
 from moecore.families.transformers.log_probs import accept_log_prob_losses
 from moecore.families.transformers.pipeline import StagedCausal
-from moecore.families.transformers.router_logits import refuse_lost_router_logits
 from moecore.families.transformers.row_adapters import accept_adapter_ids
 from moecore.families.transformers.rows import hook_moe_layers
 from moecore.families.transformers.sparse_attention import add_indexer_losses, find_sparse_attention

@@ -6,7 +6,6 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,11 @@ def run_inspect(args: Any) -> int:
     """Print format, metadata and tensors of the checkpoint at `args.path`; return exit code 0."""
     path, kind = _find_checkpoint(args.path)
     readers = {"native": _read_native_facts, "Hugging Face": _read_hf_facts, "DCP": _read_dcp_facts}
-    facts = readers[kind](path)
-    tensors = facts.pop("tensors")
+    facts = {"path": str(path), "format": kind} | readers[kind](path)
+    tensors: dict[str, Any] = {
+        name: {"shape": list(tensor.shape), "dtype": DTYPE_NAMES[tensor.dtype]}
+        for name, tensor in facts.pop("tensors").items()
+    }
     elements = Counter[str]()
     for entry in tensors.values():
         elements[entry["dtype"]] += math.prod(entry["shape"])
@@ -62,8 +64,6 @@ def _read_native_facts(path: AnyPath) -> dict[str, Any]:
     manifest = read_manifest(path)
     facts = manifest.facts
     return {
-        "path": str(path),
-        "format": "native",
         "step": facts.step,
         "world_size": facts.world_size,
         "meshes": facts.meshes,
@@ -73,7 +73,7 @@ def _read_native_facts(path: AnyPath) -> dict[str, Any]:
         "config": facts.config,
         "extra": facts.extra,
         "files": {name: file.size for name, file in manifest.files.items()},
-        "tensors": _describe_tensors(manifest.tensors),
+        "tensors": manifest.tensors,
     }
 
 
@@ -90,14 +90,12 @@ def _read_hf_facts(path: Path) -> dict[str, Any]:
         sources, _ = find_sources(files, quantization)
         tensors = files.tensors
     return {
-        "path": str(path),
-        "format": "Hugging Face",
         "model_type": config.get("model_type"),
         "layout": infer_hf_layout(sources),
         "quantized": quantization and quantization.get("quant_method"),
         "versions": {"transformers": config.get("transformers_version")},
         "files": {f: (path / f).stat().st_size for f in sorted({t.file for t in tensors.values()})},
-        "tensors": _describe_tensors(tensors),
+        "tensors": tensors,
     }
 
 
@@ -106,23 +104,13 @@ def _read_dcp_facts(path: Path) -> dict[str, Any]:
     from moecore.io.interchange.convert import infer_tensor_naming
     from moecore.io.interchange.dcp import DCPFiles
 
-    with DCPFiles(path) as files:
-        names, tensors = infer_tensor_naming(files), files.tensors
+    files = DCPFiles(path)
+    names, tensors = infer_tensor_naming(files), files.tensors
     data_files = sorted({chunk.file for tensor in tensors.values() for chunk in tensor.chunks})
     return {
-        "path": str(path),
-        "format": "DCP",
         "names": names,
         "files": {file: (path / file).stat().st_size for file in data_files},
-        "tensors": _describe_tensors(tensors),
-    }
-
-
-def _describe_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return name -> shape and dtype of stored tensors, as JSON values."""
-    return {
-        name: {"shape": list(tensor.shape), "dtype": DTYPE_NAMES[tensor.dtype]}
-        for name, tensor in tensors.items()
+        "tensors": tensors,
     }
 
 
@@ -139,8 +127,8 @@ def run_verify(args: Any) -> int:
     if kind == "DCP":
         from moecore.io.interchange.dcp import DCPFiles
 
-        with DCPFiles(path) as files:
-            print(f"{path}: whole, {len(files.tensors)} tensors (.metadata; no digests)")
+        files = DCPFiles(path)
+        print(f"{path}: whole, {len(files.tensors)} tensors (.metadata; no digests)")
         return 0
     from moecore.io.hf.verify import verify_hf
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore import Meshes, PipelineConfig, TrainStep, parallelize_moe
 from moecore.cli import main
-from moecore.families.transformers.stock import list_towers
+from moecore.families.transformers.stock import find_towers
 from tests.families.transformers.family_models import batch, config_values, loss_of, tiny_model
 from tests.helpers.parts import on_parts
 from tests.parallel.pipeline.emulated import staged
@@ -33,6 +33,15 @@ NO_STAGES = {
     "beside its layers": "no, parameters beside its layers",
     "no embedding, or no head": "no, no embedding or head",
     "returns hidden states alone": "no, layers return several tensors",
+}
+# A router's class -> why moecore's router cannot replace it.
+OWN_ROUTERS = {
+    "Ernie4_5_VLMoeMoeTopKRouter": "other experts for images",
+    "Gemma4TextRouter": "trained factors of experts",
+    "InklingTopkRouter": "shared experts are weighted, too",
+    "Lfm2MoeTopKRouter": "1e-6 in the sum of weights",
+    "PhimoeTopKRouter": "sparsemixer",
+    "ZayaRouter": "an MLP across layers",
 }
 # Whose experts peft takes for matrices [out, in] unless they are marked.
 MARKED = {"llama4": "yes, with experts.is_transposed set"}
@@ -81,7 +90,7 @@ def over_stages(family: str, meshes: Meshes) -> Case:
 def text_rows(model: nn.Module, seed: int) -> dict[str, Tensor]:
     """Return ids and labels of a batch, without images."""
     ids_BT = batch(model, seed)["input_ids"]
-    if list_towers(model):
+    if find_towers(model):
         generator = torch.Generator().manual_seed(seed)
         ids_BT = torch.randint(52, 61, ids_BT.shape, generator=generator)
     return {"input_ids": ids_BT, "labels": ids_BT}
@@ -93,7 +102,7 @@ def cell_of_stages(model: nn.Module) -> str:
         staged(model)
     except NotImplementedError as error:
         return next(cell for part, cell in NO_STAGES.items() if part in str(error))
-    return "yes, of text" if list_towers(model) else "yes"
+    return "yes, of text" if find_towers(model) else "yes"
 
 
 @cache

@@ -36,8 +36,7 @@ from moecore.families.family import swap_blocks
 from moecore.families.fp32_modules import SELECTION_BIASES, set_dtypes
 from moecore.families.transformers.context import CausalContext
 from moecore.families.transformers.packing import find_packing_problem
-from moecore.families.transformers.router_records import OWN_ROUTERS
-from moecore.families.transformers.stock import list_tower_modules
+from moecore.families.transformers.stock import find_towers
 from moecore.families.transformers.tp_plans import OUTPUTS, plan_modules
 from moecore.io import Saver, export_hf, load, load_hf
 from moecore.parallel.model.parallel_state import get_moe_state
@@ -251,7 +250,7 @@ def described(model: nn.Module) -> list[str]:
         for layer in layers
     }
     name, other = type(model).__name__, find_packing_problem(model)
-    rows = "yes, of text" if list_tower_modules(model) else "yes"
+    rows = "yes, of text" if find_towers(model) else "yes"
     parts = rows if other is None else f"no, {other}"
     kept = {n.removesuffix(".weight").split(".")[-1] for n in set_dtypes(model, torch.bfloat16)}
     kept -= {*SELECTION_BIASES, "inv_freq", "original_inv_freq"}  # which are fp32 in each
@@ -261,7 +260,8 @@ def described(model: nn.Module) -> list[str]:
 
 def own_router(model: nn.Module) -> str:
     """Return why a model keeps its router, which the record of its class says."""
-    (reason,) = {OWN_ROUTERS[n] for m in model.modules() if (n := type(m).__name__) in OWN_ROUTERS}
+    reasons = family_cases.OWN_ROUTERS
+    (reason,) = {reasons[n] for m in model.modules() if (n := type(m).__name__) in reasons}
     return f"its own: {reason}"
 
 

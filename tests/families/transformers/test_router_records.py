@@ -19,10 +19,11 @@ from moecore.base.copies import copy_modules, make_meta_parameter
 from moecore.base.options.layer import BalanceConfig, CapacityConfig
 from moecore.families.family import swap_blocks
 from moecore.families.fp32_modules import is_selection_bias
-from moecore.families.transformers.router_records import OWN_ROUTERS, RECORDS
+from moecore.families.transformers.blocks import RECORDS
 from moecore.moe.routed_experts import RoutedExperts
 from moecore.parallel.model.parallel_state import get_moe_state
 from moecore.rl import RouterReplay
+from tests.families.transformers.family_cases import OWN_ROUTERS
 from tests.families.transformers.family_models import (
     IS_BEFORE_5_23,
     MODELS,
@@ -37,6 +38,7 @@ SINCE = {  # transformers 5.17, by the first version that was tested
     "5.23": {
         *("BailingHybridMoE", "BeamMoE", "Dots3NoteTextMoE", "FlintSparseMoeBlock"),
         *("Inkling2SparseMoeBlock", "Kolibri1SparseMoeBlock", "MistralLarge4TextMoE"),
+        "UnlimitedOcrTextMoe",
     },
 }
 BY_DAY = {

@@ -122,9 +122,9 @@ def test_order_of_the_fused_projection(tmp_path):
     path = save(tmp_path / "run", 0, model, None)
     native_to_dcp(path, tmp_path / "out", config=values, names="megatron")
     name, d = "decoder.layers.self_attention.linear_qkv.weight", config.head_dim
-    with DCPFiles(tmp_path / "out") as files:
-        shape = files.tensors[name].shape
-        fused = files.read(name, tuple(slice(0, n) for n in shape))[1]
+    files = DCPFiles(tmp_path / "out")
+    shape = files.tensors[name].shape
+    fused = files.read(name, tuple(slice(0, n) for n in shape))[1]
     attention = model.layers[1].self_attn
     heads = {n: getattr(attention, f"{n}_proj").weight.split(d) for n in "qkv"}
     expected = [
@@ -349,8 +349,8 @@ def test_chunks_cover_each_element_once(offsets, sizes, is_whole, tmp_path):
         with pytest.raises(ValueError, match=message):
             DCPFiles(tmp_path)
         return
-    with DCPFiles(tmp_path) as files:
-        assert torch.equal(files.read("a", tuple(slice(0, n) for n in shape)), torch.ones(shape))
+    files = DCPFiles(tmp_path)
+    assert torch.equal(files.read("a", tuple(slice(0, n) for n in shape)), torch.ones(shape))
 
 
 def test_one_of_several_models_is_not_guessed(tmp_path):
@@ -370,12 +370,13 @@ def test_one_of_several_models_is_not_guessed(tmp_path):
 def test_chunks_that_are_not_what_was_named(tmp_path):
     path = written(tmp_path / "in", {"a": torch.arange(6.0).view(2, 3)})
     file = path / "__0_0.distcp"
-    with DCPFiles(path) as files:
-        assert files.read("a", (slice(1, 2), slice(1, 3))).tolist() == [[4.0, 5.0]]
+    files = DCPFiles(path)
+    assert files.read("a", (slice(1, 2), slice(1, 3))).tolist() == [[4.0, 5.0]]
     raw = bytearray(file.read_bytes())
     raw[: len(raw) // 2] = bytes(len(raw) // 2)
     file.write_bytes(raw)
-    with DCPFiles(path) as files, pytest.raises(OSError, match=r"__0_0.distcp\) must hold a: "):
+    files = DCPFiles(path)
+    with pytest.raises(OSError, match=r"__0_0.distcp\) must hold a: "):
         files.read("a", (slice(0, 2), slice(0, 3)))
 
 
@@ -391,7 +392,8 @@ def test_a_chunk_unpacks_to_no_more_than_it_has(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "save", packed)
     chunk = NewChunk((0,), (100_000,), lambda: zeros)
     write_dcp(tmp_path, {"a": NewTensor((100_000,), torch.float32, [chunk])}, dcp_room.Meter())
-    with DCPFiles(tmp_path) as files, pytest.raises(OSError, match="entries have more than its"):
+    files = DCPFiles(tmp_path)
+    with pytest.raises(OSError, match="entries have more than its"):
         files.read("a", (slice(0, 2),))
 
 
@@ -410,13 +412,13 @@ def test_a_chunk_of_another_kind(stored, is_whole, tmp_path, monkeypatch):
     plain, chunk = torch.save, NewChunk((0, 0), (2, 3), lambda: torch.ones(2, 3))
     monkeypatch.setattr(torch, "save", lambda _, *rest, **options: plain(stored, *rest, **options))
     write_dcp(tmp_path, {"a": NewTensor((2, 3), torch.float32, [chunk])}, dcp_room.Meter())
-    with DCPFiles(tmp_path) as files:
-        if is_whole:
-            found = files.read("a", (slice(0, 2), slice(0, 3)))
-            assert torch.equal(found, torch.ones(2, 3)) and not found.requires_grad
-            return
-        with pytest.raises(OSError, match=r"__0_0.distcp\) must hold a as .*, as .metadata names"):
-            files.read("a", (slice(0, 2), slice(0, 3)))
+    files = DCPFiles(tmp_path)
+    if is_whole:
+        found = files.read("a", (slice(0, 2), slice(0, 3)))
+        assert torch.equal(found, torch.ones(2, 3)) and not found.requires_grad
+        return
+    with pytest.raises(OSError, match=r"__0_0.distcp\) must hold a as .*, as .metadata names"):
+        files.read("a", (slice(0, 2), slice(0, 3)))
 
 
 def test_one_chunk_is_in_memory_at_a_time(tmp_path, monkeypatch):
@@ -436,11 +438,11 @@ def test_one_chunk_is_in_memory_at_a_time(tmp_path, monkeypatch):
     loads: list[int] = []
     plain_load = torch.load
     monkeypatch.setattr(torch, "load", lambda *a, **k: (loads.append(1), plain_load(*a, **k))[1])
-    with DCPFiles(tmp_path / "out") as files:
-        for _ in range(3):
-            assert files.read("a", (slice(1, 2), slice(0, 4))).tolist() == [[1.0] * 4]
-        assert len(loads) == 1
-        assert files.read("a", (slice(0, 5), slice(2, 3))).flatten().tolist() == [0, 1, 2, 3, 4]
+    files = DCPFiles(tmp_path / "out")
+    for _ in range(3):
+        assert files.read("a", (slice(1, 2), slice(0, 4))).tolist() == [[1.0] * 4]
+    assert len(loads) == 1
+    assert files.read("a", (slice(0, 5), slice(2, 3))).flatten().tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_model_without_names_there_is_refused(tmp_path):

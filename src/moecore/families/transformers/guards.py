@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.families.transformers import stock
+from moecore.moe.layer import MoELayer, RoutedLayer
 
 # Arguments of `Decoder.forward` that transformers has under another name, or moecore elsewhere.
 NATIVE = {
@@ -23,6 +24,7 @@ NATIVE = {
     "cp": "ParallelConfig.cp, or parallelize with ContextOptions(dynamic=True)",
     "stage": "parallelize_moe(pipeline=...)",
 }
+ROUTER_LOGITS = "output_router_logits"  # argument of a forward
 
 
 def guard_models(model: nn.Module) -> None:
@@ -72,9 +74,8 @@ def warn_about_cache(model: nn.Module) -> None:
     """Make base models warn if they use a key/value cache in training."""
     # torch.compile recompiles a layer for each index in the cache, up to a limit of 8; further
     # layers run in eager mode. Activations that the cache references are not recomputed.
-    for module in model.modules():
-        if stock.is_transformers_module(module) and getattr(module, "base_model", None) is module:
-            module.register_forward_pre_hook(_warn_if_cache_is_used, with_kwargs=True)
+    for base in _list_base_models(model):
+        base.register_forward_pre_hook(_warn_if_cache_is_used, with_kwargs=True)
 
 
 def _warn_if_cache_is_used(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -91,7 +92,40 @@ def _warn_if_cache_is_used(module: Any, args: Any, kwargs: dict[str, Any]) -> No
         )
 
 
-class ShardedDeviceMap(Mapping[str, str]):
+def refuse_lost_router_logits(model: nn.Module) -> None:
+    """Make forwards raise if they request router logits that would not be recorded."""
+    for base in _list_base_models(model):  # transformers records in these, not with the loss
+        base.register_forward_hook(_check_router_logits, with_kwargs=True)
+
+
+def _list_base_models(model: nn.Module) -> list[nn.Module]:
+    """Return the transformers models without a head in a model."""
+    modules = filter(stock.is_transformers_module, model.modules())
+    return [module for module in modules if getattr(module, "base_model", None) is module]
+
+
+def _check_router_logits(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook: raise NotImplementedError if requested router logits were not recorded."""
+    layers_of = (m for m in module.modules() if isinstance(m, RoutedLayer))
+    # transformers records no logits of layers with hash routing.
+    recordable = [m for m in layers_of if m.config.assignment != "hash"]
+    keywords = stock.bind_arguments(module, args, kwargs)
+    if not recordable or not keywords.get(
+        ROUTER_LOGITS, getattr(module.config, ROUTER_LOGITS, False)
+    ):
+        return  # the model was not parallelized, or the caller requests no logits
+    # A model whose layers are RoutedExperts still has its own routers.
+    layers = len(recordable) if any(isinstance(m, MoELayer) for m in recordable) else 0
+    recorded = len(getattr(output, "router_logits", None) or ())
+    if layers and recorded != layers:
+        raise NotImplementedError(
+            f"router_logits recorded ({recorded}) must equal the MoE layers ({layers}) of "
+            f"{type(module).__name__}: set {ROUTER_LOGITS} to False and use "
+            "parallelize_moe(moe={'balance': BalanceConfig(...)})"
+        )
+
+
+class ShardedDeviceMap(dict[str, str]):
     """An empty device map whose length raises, so that accelerate and Trainer refuse a model.
 
     accelerate calls `len(model.hf_device_map)` before it wraps a model. `generate` and other code
@@ -99,6 +133,7 @@ class ShardedDeviceMap(Mapping[str, str]):
     """
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self._name = name
 
     def __len__(self) -> NoReturn:
@@ -107,12 +142,6 @@ class ShardedDeviceMap(Mapping[str, str]):
             "parallelize_moe has sharded it: use moecore.integrations.transformers.MoETrainer, or "
             "moecore.TrainStep in a loop of your own"
         )
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def __getitem__(self, key: str) -> str:
-        raise KeyError(key)
 
 
 def refuse_accelerate(model: nn.Module) -> None:

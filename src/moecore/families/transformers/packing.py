@@ -96,7 +96,7 @@ def find_packing_problem(model: nn.Module, *, has_row_inputs: bool = True) -> st
     if has_row_inputs:
         linear = find_linear_layers(model)
         convolutions = stock.find_modules(model, *SHORT_CONVOLUTIONS)
-        towers = stock.list_tower_modules(model)
+        towers = {m for tower in stock.find_towers(model).values() for m in tower.modules()}
         row_layers = {
             LINEAR: len(linear),
             CONVOLUTION: len(convolutions),

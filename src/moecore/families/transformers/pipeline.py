@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -177,28 +177,25 @@ class StagedCausal:
             raise _make_refusal(self.model, problem)
 
 
-@dataclass
-class _CallTrace:
-    """The calls in a test run of a model whose embedding, layers, norm and head do nothing."""
+def _trace_calls(
+    model: Any, stage_parts: StageParts
+) -> tuple[Tensor, list[tuple[str, Any, int]], Exception | None]:
+    """Run a CPU copy of a model whose embedding, layers, norm and head do nothing.
 
-    embedding_output: Tensor  # zeros [1, T, D], the embedding's output
-    # (name, first argument, version of the first argument) of each call of a part, in order
-    calls: list[tuple[str, Any, int]] = field(default_factory=list)
-    error: Exception | None = None
-
-    def record_call(self, part_name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Forward pre-hook of the part `part_name`: record the call."""
-        x = args[0] if args and isinstance(args[0], Tensor) else None
-        self.calls.append((part_name, x, 0 if x is None else sum_version_counters(x)))
-
-
-def _trace_calls(model: Any, stage_parts: StageParts) -> _CallTrace:
-    """Run a CPU copy of a model without embedding, layers, norm and head; return the calls."""
+    Returns the embedding's output, zeros [1, T, D]; of each call of a part the name, the first
+    argument, and the argument's version; and the error of the run.
+    """
     shell: Any = copy_modules(model, make_meta_parameter, removes_wrappers=True)[model]
     config, dtype = model.config.get_text_config(), model.get_input_embeddings().weight.dtype
     # One row, so that code which unpacks hidden states as several tensors raises.
     ids = torch.zeros(1, 8, dtype=torch.int64, device="cpu")
-    stage_shell = _CallTrace(torch.zeros(1, 8, config.hidden_size, dtype=dtype, device="cpu"))
+    embedded = torch.zeros(1, 8, config.hidden_size, dtype=dtype, device="cpu")
+    calls, error = list[tuple[str, Any, int]](), None
+
+    def record_call(part_name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        x = args[0] if args and isinstance(args[0], Tensor) else None
+        calls.append((part_name, x, 0 if x is None else sum_version_counters(x)))
+
     line = [*_list_layer_names(shell, stage_parts), *stage_parts.final_modules, stage_parts.head]
     for name in (stage_parts.embedding, *line):
         shell.set_submodule(name, stage_parts.make_placeholder(name, shell.get_submodule(name)))
@@ -206,36 +203,35 @@ def _trace_calls(model: Any, stage_parts: StageParts) -> _CallTrace:
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.zeros_like(buffer, device="cpu")
     for name in line:
-        shell.get_submodule(name).register_forward_pre_hook(partial(stage_shell.record_call, name))
+        shell.get_submodule(name).register_forward_pre_hook(partial(record_call, name))
     for name in (stage_parts.embedding, stage_parts.head):  # models read its device, or its dtype
-        shell.get_submodule(name).weight = stage_shell.embedding_output
-    shell.get_submodule(stage_parts.embedding).register_forward_hook(
-        lambda *_: stage_shell.embedding_output
-    )
+        shell.get_submodule(name).weight = embedded
+    shell.get_submodule(stage_parts.embedding).register_forward_hook(lambda *_: embedded)
     keywords = {"use_cache": False, "return_dict": True}
     if hasattr(config, "output_router_logits"):  # otherwise `check_inputs` refuses it
         keywords["output_router_logits"] = False
     try:
         with torch.no_grad():
             shell(ids, **keywords)
-    except Exception as error:  # of any kind: the model's own code
-        stage_shell.error = error
-    return stage_shell
+    except Exception as failure:  # of any kind: the model's own code
+        error = failure
+    return embedded, calls, error
 
 
 def _trace_parts(model: Any, stage_parts: StageParts) -> tuple[StageParts, tuple[int, ...]]:
     """Check a model by a run without its parts; return parts in call order, and the layers' [D]."""
-    shell, layers = _trace_calls(model, stage_parts), _list_layer_names(model, stage_parts)
-    names, num_layers = [name for name, *_ in shell.calls], len(layers)
+    embedded, calls, error = _trace_calls(model, stage_parts)
+    layers = _list_layer_names(model, stage_parts)
+    names, num_layers = [name for name, *_ in calls], len(layers)
     early = next((name for name in names[:num_layers] if name not in layers), None)
     if early is not None:
         raise _make_refusal(model, f"it runs {early} in front of a layer")
-    if shell.error is not None:
+    if error is not None:
         location = (
             f"where {names[-1]} returns hidden states alone" if names else "without its layers"
         )
-        reason = " ".join(str(shell.error).split())
-        raise _make_refusal(model, f"its forward fails {location} ({reason})") from shell.error
+        reason = " ".join(str(error).split())
+        raise _make_refusal(model, f"its forward fails {location} ({reason})") from error
     line = [*layers, *stage_parts.final_modules, stage_parts.head]
     if (
         names[:num_layers] != layers
@@ -243,13 +239,13 @@ def _trace_parts(model: Any, stage_parts: StageParts) -> tuple[StageParts, tuple
         or sorted(names) != sorted(line)
     ):
         raise _make_refusal(model, "it does not run its layers in turn, once each")
-    _, hidden, outputs = shell.calls[0]
-    if hidden is None or hidden.shape[:2] != shell.embedding_output.shape[:2]:
+    _, hidden, outputs = calls[0]
+    if hidden is None or hidden.shape[:2] != embedded.shape[:2]:
         raise _make_refusal(model, f"no hidden states enter {layers[0]}")
-    for name, x, _ in shell.calls[: num_layers + 1]:
+    for name, x, _ in calls[: num_layers + 1]:
         if x is None or x.shape != hidden.shape or x.data_ptr() != hidden.data_ptr():
             raise _make_refusal(model, f"it changes hidden states in front of {name}")
-    if sum_version_counters(shell.embedding_output) or sum_version_counters(hidden) != outputs:
+    if sum_version_counters(embedded) or sum_version_counters(hidden) != outputs:
         raise _make_refusal(model, "it changes hidden states in place")
     return replace(stage_parts, final_modules=tuple(names[num_layers:-1])), tuple(hidden.shape[2:])
 
@@ -289,7 +285,7 @@ def _find_parts(model: Any) -> StageParts:
     kinds = model.config.get_text_config().indexer_types if hand_on else ()
     parts = StageParts(
         embedding=name_of[embedding],
-        towers=tuple(stock.list_towers(model)),
+        towers=tuple(stock.find_towers(model)),
         layers=lists[0],
         results=2 if hand_on else 1,
         bound_layers=frozenset(i for i, kind in enumerate(kinds) if kind == "shared"),

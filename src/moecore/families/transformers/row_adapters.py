@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.peft_layers import find_lora_base, is_tuner_layer
-from moecore.base.torch_private import call_after_backward, tree_flatten
 from moecore.families.transformers import stock
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.low_rank import LowRank, RowAdapters
@@ -117,13 +116,5 @@ def _find_problem(model: nn.Module, tuners: list[Any], layers: list[RoutedLayer]
 def _hook_backward(rows: RowAdapters, _model: nn.Module, _args: Any, output: Any) -> None:
     """Forward hook: end the use of the ids, and restore them during this forward's backward."""
     ids_B, rows.ids_B = rows.ids_B, None
-    if ids_B is None:
-        return
-
-    def restore(_grad: Tensor) -> None:
-        rows.ids_B = ids_B
-        call_after_backward(lambda: setattr(rows, "ids_B", None))
-
-    for value in tree_flatten(output)[0]:
-        if isinstance(value, Tensor) and value.requires_grad:
-            value.register_hook(restore)
+    if ids_B is not None:
+        stock.restore_in_backward(output, rows, "ids_B", ids_B)

@@ -30,7 +30,6 @@ from moecore.attention.context_parallel.local_tokens import (
     select_cp_ranks,
 )
 from moecore.attention.sequence import Sequence, make_packed_sequence, shift_rows
-from moecore.base.torch_private import call_after_backward
 from moecore.families.transformers import stock
 from moecore.families.transformers.experts import get_image_mask, has_vision_experts
 from moecore.families.transformers.linear_attention import SEQUENCE
@@ -50,6 +49,7 @@ LONGEST = ("max_seqlen", "max_length_q")
 ROW_INPUTS = ("cu_seqlens", "max_seqlen", "padding_mask", "num_tokens")
 TOKENS = ("input_ids", "inputs_embeds")
 READ = (*DOCUMENTS, *LONGEST, "padding_mask", "num_tokens", "cu_seq_lens_k", "max_length_k")
+ONE_SEQUENCE = "give rows of one sequence each"  # a fix in error texts
 MASKED = ("eager", "sdpa")  # attention that reads only its mask, and no positions
 Kwargs = dict[str, Any]
 Choose = Callable[[Tensor], Tensor]  # selects a layer's tokens: [B, T] -> [N]
@@ -84,22 +84,11 @@ class RowReader:
 
     def build_sequence(self, tokens: Tensor, inputs: Kwargs) -> Sequence:
         """Return documents, padding and this cp rank's tokens; `tokens` has unsharded rows."""
-        shape, device = (tokens.shape[0], tokens.shape[1]), tokens.device
         cu_seqlens = _get_first_argument(inputs, DOCUMENTS)
         longest = _get_first_argument(inputs, LONGEST)
-        sequence, mask_BT = Sequence(), inputs.get("padding_mask")
-        ranks = self.select_ranks(inputs.get("cp"))
-        _refuse_lost_labels(inputs)
-        if cu_seqlens is not None:
-            if self._other is not None:
-                raise ValueError(
-                    f"cu_seqlens must be None for a model with {self._other}, which does not keep "
-                    "documents apart: give rows of one sequence each"
-                )
-            sequence = make_packed_sequence(cu_seqlens, longest, shape, device)
-        elif longest is not None:
-            raise _make_missing_cu_seqlens_error(longest)
-        elif inputs.get("position_ids") is not None:
+        mask_BT, ranks = inputs.get("padding_mask"), self.select_ranks(inputs.get("cp"))
+        sequence = _make_sequence(tokens, cu_seqlens, longest, self._other)
+        if cu_seqlens is None and inputs.get("position_ids") is not None:
             raise ValueError(
                 "position_ids must be None after use_causal_attention without cu_seq_lens_q, "
                 "because documents are not looked for in them: pass both, or rows of one sequence "
@@ -112,10 +101,11 @@ class RowReader:
         if ranks is not None:
             if cu_seqlens is not None:
                 check_document_lengths(cu_seqlens, ranks.size)
+            shape = tokens.shape[0], tokens.shape[1]
             local_tokens = LocalTokens(ranks, shape, sequence.cu_seqlens, sequence.max_seqlen)
             sequence = replace(sequence, local_tokens=local_tokens)
         if mask_BT is not None:
-            mask_BT = sequence.slice_local(mask_BT.to(device))
+            mask_BT = sequence.slice_local(mask_BT.to(tokens.device))
         return replace(sequence, padding_mask_BT=mask_BT)
 
     def select_ranks(self, cp: int | None) -> ContextParallel | None:
@@ -213,30 +203,18 @@ class MaskReader:
     def _build_sequence(self, tokens: Tensor, inputs: Kwargs) -> Sequence:
         """Return a forward's documents and padding; ValueError if attention would mix documents."""
         cu_seqlens, mask_BT = inputs.get("cu_seqlens"), inputs.get("padding_mask")
+        other, fix = None, ONE_SEQUENCE
         if cu_seqlens is not None:
             of_documents = find_one_document_problem(self._model)
             other = find_packing_problem(self._model, has_row_inputs=False) or of_documents
-            if other is not None:
-                fix = "give rows of one sequence each"
-                if find_packing_problem(self._model) is None and of_documents is None:
-                    fix = "call use_causal_attention(model)"
-                raise ValueError(
-                    f"cu_seqlens must be None for a model with {other}, which does not keep "
-                    f"documents apart: {fix}"
-                )
-            if inputs.get("position_ids") is None:
-                raise ValueError(
-                    "cu_seqlens must come with position_ids, by which transformers keeps documents "
-                    "apart: pass both, or call use_causal_attention(model)"
-                )
-            shape = tokens.shape[0], tokens.shape[1]
-            sequence = make_packed_sequence(
-                cu_seqlens, inputs.get("max_seqlen"), shape, tokens.device
+            if find_packing_problem(self._model) is None and of_documents is None:
+                fix = "call use_causal_attention(model)"
+        sequence = _make_sequence(tokens, cu_seqlens, inputs.get("max_seqlen"), other, fix)
+        if cu_seqlens is not None and inputs.get("position_ids") is None:
+            raise ValueError(
+                "cu_seqlens must come with position_ids, by which transformers keeps documents "
+                "apart: pass both, or call use_causal_attention(model)"
             )
-        elif inputs.get("max_seqlen") is not None:
-            raise _make_missing_cu_seqlens_error(inputs["max_seqlen"])
-        else:
-            sequence = Sequence()
         mask = inputs.get("attention_mask")
         if mask_BT is None and isinstance(mask, Tensor) and mask.ndim == 2:
             mask_BT = mask[:, -tokens.shape[1] :] == 0  # without the keys of a cache
@@ -264,14 +242,7 @@ class MaskReader:
         if sequence is None or (sequence.padding_mask_BT is None and sequence.cu_seqlens is None):
             return
         hidden = output if isinstance(output, Tensor) else output[0]
-        if not hidden.requires_grad:
-            return
-
-        def restore(_grad: Tensor) -> None:
-            self._state.sequence = sequence
-            call_after_backward(lambda: setattr(self._state, "sequence", None))
-
-        hidden.register_hook(restore)
+        stock.restore_in_backward(hidden, self._state, "sequence", sequence)
 
     def _pass_running_sequence(
         self, select_tokens: Choose, layer: nn.Module, args: Any, kwargs: Kwargs
@@ -383,11 +354,24 @@ def _get_first_argument(inputs: Kwargs, argument_names: tuple[str, ...]) -> Any:
     return next((inputs[name] for name in argument_names if inputs.get(name) is not None), None)
 
 
-def _make_missing_cu_seqlens_error(max_seqlen: Any) -> ValueError:
-    return ValueError(
-        f"max_seqlen ({max_seqlen}) must come with cu_seqlens (None), of whose documents it is the "
-        "longest: pass both or neither"
-    )
+def _make_sequence(
+    tokens: Tensor, cu_seqlens: Any, max_seqlen: Any, problem: str | None, fix: str = ONE_SEQUENCE
+) -> Sequence:
+    """Return the documents in rows of `tokens`; ValueError if `problem` forbids documents."""
+    if cu_seqlens is None and max_seqlen is not None:
+        raise ValueError(
+            f"max_seqlen ({max_seqlen}) must come with cu_seqlens (None), of whose documents it is "
+            "the longest: pass both or neither"
+        )
+    if cu_seqlens is None:
+        return Sequence()
+    if problem is not None:
+        raise ValueError(
+            f"cu_seqlens must be None for a model with {problem}, which does not keep documents "
+            f"apart: {fix}"
+        )
+    shape = tokens.shape[0], tokens.shape[1]
+    return make_packed_sequence(cu_seqlens, max_seqlen, shape, tokens.device)
 
 
 def _list_entries(module: nn.Module) -> Iterator[nn.Module]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from moecore.base.torch_private import call_after_backward, tree_leaves
 from moecore.moe.layer import LayerLayout
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a forward: positional, and by name
@@ -86,6 +87,18 @@ def has_extra_keywords(model: nn.Module) -> bool:
     """Whether a model's forward has `**kwargs`."""
     parameters = get_forward_parameters(type(model).forward).values()
     return any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def restore_in_backward(output: Any, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute of `owner` to `value` during the backward of `output`, then to None."""
+
+    def restore(_grad: Tensor) -> None:
+        setattr(owner, name, value)
+        call_after_backward(lambda: setattr(owner, name, None))
+
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(restore)
 
 
 def find_names_in_forward(module: nn.Module) -> frozenset[str]:
@@ -243,19 +256,11 @@ def get_text_decoder(model: Any) -> Any:
     return base.get_decoder() if hasattr(base, "get_decoder") else base
 
 
-def list_tower_modules(model: Any) -> set[nn.Module]:
-    """Return a model's modules outside of its text decoder, such as image encoders."""
-    base, decoder = get_base_model(model), get_text_decoder(model)
-    if decoder is base:
-        return set()
-    return {*base.modules()} - {base, *decoder.modules()}
-
-
-def list_towers(model: Any) -> list[str]:
-    """Return the names of the outermost modules with parameters outside of the text decoder."""
+def find_towers(model: Any) -> dict[str, nn.Module]:
+    """Return the outermost modules with parameters outside of the text decoder, by name."""
     base, decoder = get_base_model(model), get_text_decoder(model)
     names = {module: name for name, module in model.named_modules()}
-    towers: list[str] = []
+    towers = dict[str, nn.Module]()
 
     def visit(module: nn.Module) -> None:
         for child in module.children():
@@ -263,7 +268,7 @@ def list_towers(model: Any) -> list[str]:
                 if child is not decoder:
                     visit(child)
             elif next(child.parameters(), None) is not None:
-                towers.append(names[child])
+                towers[names[child]] = child
 
     if decoder is not base:
         visit(base)

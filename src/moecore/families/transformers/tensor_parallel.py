@@ -111,11 +111,12 @@ def _hook_module(tp: TensorParallel, module: Any, plan: ModulePlan) -> None:
     for name in plan.norms:
         norm = module.get_submodule(name)
         norm.register_forward_pre_hook(lambda _norm, x: (tp.gather_last_dim(x[0]), *x[1:]))
-        norm.register_forward_hook(partial(_slice_output, tp))
+        size = norm.weight.numel() // tp.size
+        norm.register_forward_hook(partial(_slice_columns, tp.rank, size))
     for name, head_dim in (plan.shared or {}).items():
         linear = module.get_submodule(name)
         head = tp.rank * (linear.out_features // head_dim) // tp.size
-        linear.register_forward_hook(partial(_slice_head, head, head_dim))
+        linear.register_forward_hook(partial(_slice_columns, head, head_dim))
     for name, stack in (plan.stacks or {}).items():
         for linear in list_output_linears(module.get_submodule(name)):
             linear.__class__ = FullRowsLinear
@@ -281,16 +282,10 @@ class RowParallelLinear(nn.Linear):
         return self.tp.all_reduce(F.linear(input, self.weight)) + self.bias
 
 
-def _slice_output(tp: TensorParallel, _norm: nn.Module, _args: Any, y: Tensor) -> Tensor:
-    """Forward hook of a norm: return this tp rank's slice of the last dim of `y`."""
+def _slice_columns(block: int, size: int, _module: nn.Module, _args: Any, y: Tensor) -> Tensor:
+    """Forward hook: return block number `block` of the last dim of `y`, in blocks of `size`."""
     # Not `chunk`: autograd refuses an in-place write to one of its several views.
-    size = y.shape[-1] // tp.size
-    return y.narrow(-1, tp.rank * size, size)
-
-
-def _slice_head(head_idx: int, head_dim: int, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
-    """Forward hook of a replicated linear: return the columns of one head, [..., head_dim]."""
-    return y.narrow(-1, head_idx * head_dim, head_dim)
+    return y.narrow(-1, block * size, size)
 
 
 def _shard_parameters(

@@ -35,7 +35,6 @@ from moecore.io.checkpoint.state import (
     copy_rng_states,
     get_state_template,
     map_amax_operands,
-    map_state_views,
     prepare_optimizers,
 )
 from moecore.parallel.model.parallel_state import find_staged_module
@@ -146,16 +145,14 @@ def allocate_optimizer_load_target(
     comparison: Comparison, view: ModelView
 ) -> tuple[list[dict[Tensor, dict[str, Tensor]]], dict[str, Tensor]]:
     """Return {parameter: {state key: tensor to fill}} per optimizer, and {stored name: view}."""
-    states = [
-        allocate_optimizer_state(o, view, comparison.matrices, comparison.scalars)
-        for o in comparison.optimizers
-    ]
-    views = {
-        k: v
-        for state in states
-        for k, v in map_state_views(state, view, comparison.scalars).items()
-    }
-    return states, {f"optimizer.{key}": value for key, value in views.items()}
+    states, target = list[dict[Tensor, dict[str, Tensor]]](), dict[str, Tensor]()
+    for optimizer in comparison.optimizers:
+        state, views = allocate_optimizer_state(
+            optimizer, view, comparison.matrices, comparison.scalars
+        )
+        states.append(state)
+        target |= {f"optimizer.{key}": value for key, value in views.items()}
+    return states, target
 
 
 def allocate_amax_load_target(model: nn.Module, manifest: Manifest) -> dict[str, Tensor]:

@@ -181,14 +181,12 @@ class HostMemoryFileSystem(AbstractFileSystem):
         hosts = _get_hosts()
         return _Upload(hosts.ring[: hosts.num_copies], quote(f"/{path}"))
 
-    def rm_file(self, path: str) -> None:
+    def rm_file(self, path: str, **_: Any) -> None:
         """Delete a file, or all files below a prefix, on all hosts."""
-        for _ in _get_hosts().ask_all("DELETE", quote(f"/{path}")):
+        for _host in _get_hosts().ask_all("DELETE", quote(f"/{path}")):
             pass
 
-    def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
-        """Delete all files below a prefix on all hosts."""
-        self.rm_file(path)
+    rm = rm_file
 
 
 fsspec.register_implementation(SCHEME, HostMemoryFileSystem, clobber=True)
@@ -211,9 +209,8 @@ def connect_host_memory(num_copies: Count = 2) -> None:
         OSError: if a server does not start.
     """
     global _hosts
-    arguments = locals()
     with share_errors():
-        check_arguments(connect_host_memory, arguments)
+        check_arguments(connect_host_memory, locals())
     name = os.environ.get(HOST_VARIABLE) or socket.gethostname()
     ip = _find_own_ip()
     is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0

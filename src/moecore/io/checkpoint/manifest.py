@@ -57,11 +57,6 @@ DTYPE_NAMES = {
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 MAX_DEPTH = 100  # of JSON, whose readers recurse
 _MAX_BYTES = 2**62
-_FIELDS = {
-    *("format", "step", "world_size", "meshes", "versions", "config"),
-    *("optimizer_class", "optimizer", "scheduler", "extra", "files", "tensors", "sha256"),
-}
-
 Size = Annotated[int, Bound(">=", 0), Bound("<", _MAX_BYTES)]
 
 
@@ -209,16 +204,16 @@ def parse_manifest(text: str) -> Manifest:
         values.get("format") == FORMAT,
         f"format ({values.get('format')!r:.40}) must be {FORMAT}, or that of another moecore",
     )
-    _require(
-        values.keys() == _FIELDS, f"its entries differ by {sorted(values.keys() ^ _FIELDS)!r:.200}"
-    )
+    facts = {field.name for field in fields(ManifestFacts)}
+    odd = values.keys() ^ (facts | {"format", "files", "tensors", "sha256"})
+    _require(not odd, f"its entries differ by {sorted(odd)!r:.200}")
     digest = values.pop("sha256")
     _require(digest == _compute_digest(values), "its digest does not match, so it is damaged")
     _require(
         text == _dump_json(values | {"sha256": digest}) + "\n", "its text is not what was written"
     )
     return Manifest(
-        facts=ManifestFacts(**{f.name: values[f.name] for f in fields(ManifestFacts)}),
+        facts=ManifestFacts(**{name: values[name] for name in facts}),
         files=_parse_files(values["files"]),
         tensors=_parse_tensors(values["tensors"], values["files"]),
         text=text,

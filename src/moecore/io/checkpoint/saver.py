@@ -73,9 +73,8 @@ class Saver:
         config: object = None,
         progress: Progress | None = None,
     ) -> None:
-        arguments = locals()
         with share_errors():
-            check_arguments(Saver.__init__, arguments)
+            check_arguments(Saver.__init__, locals())
             self._lock = make_lock(make_path(root))
             check_optimizer_is_newer(model, optimizer)
         self._snapshot = partial(
@@ -145,9 +144,8 @@ class Saver:
             RuntimeError: if a rank has not enough memory for the copies; the draft is removed.
             OSError: if a rank could not write in the previous save, or with `wait` in this one.
         """
-        arguments = locals()
         with share_errors():
-            check_arguments(Saver.save, arguments)
+            check_arguments(Saver.save, locals())
             self._check_is_open()
         self._wait_for_previous_save()
         with self._restore_expert_order():

@@ -48,7 +48,6 @@ from moecore.io.checkpoint.state import (
     collect_optimizer_tensors,
     copy_rng_states,
     map_amax_operands,
-    map_state_views,
     prepare_optimizers,
     restore_amax_histories,
     restore_optimizer_state,
@@ -273,9 +272,9 @@ def load_rank_state(
     matrices = {name: x.dtype for name, x in kinds["optimizer"].items() if x.ndim}
     for owner in optimizers:
         owner.state.clear()
-        slots = allocate_optimizer_state(owner, view, matrices, scalars)
-        for key, target in map_state_views(slots, view, scalars).items():
-            get_local_tensor(target).copy_(kinds["optimizer"][key])
+        slots, views = allocate_optimizer_state(owner, view, matrices, scalars)
+        for key in list(views):  # a view is freed before the optimizer converts its tensor
+            get_local_tensor(views.pop(key)).copy_(kinds["optimizer"][key])
         restore_optimizer_state(owner, slots)
     restore_hyperparameters(optimizers, state["optimizer"])
     schedule = join_schedulers(scheduler, optimizers)

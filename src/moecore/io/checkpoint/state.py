@@ -14,7 +14,7 @@ checkpoint can store only blocks, so gate and up in one dim are stored as a view
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -155,13 +155,17 @@ def allocate_optimizer_state(
     model: ModelView,
     matrices: Mapping[str, torch.dtype],
     scalars: Mapping[str, torch.dtype],
-) -> dict[Tensor, dict[str, Tensor]]:
-    """Return {parameter: {state key: reused or new tensor}} for names in `matrices`, `scalars`."""
+) -> tuple[dict[Tensor, dict[str, Tensor]], dict[str, Tensor]]:
+    """Return {parameter: {state key: reused or new tensor}}, and the stored view of each tensor.
+
+    `matrices` and `scalars` have names "<state key>.<fqn>", as the views do. Scalars are 0-dim.
+    """
     slots: dict[str, list[str]] = {}
     for key in (*matrices, *scalars):
         slot, name = key.split(".", 1)
         slots.setdefault(name, []).append(slot)
     state: dict[Tensor, dict[str, Tensor]] = {}
+    views: dict[str, Tensor] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
             name = model.get_name(param)
@@ -180,20 +184,8 @@ def allocate_optimizer_state(
                     dtype, like = scalars[key], torch.empty((), dtype=torch.float32, device="cpu")
                 value = _reuse_or_allocate(current.get(slot), like, dtype, place)
                 state.setdefault(param, {})[slot] = value
-    return state
-
-
-def map_state_views(
-    state: Mapping[Tensor, Mapping[str, Tensor]], model: ModelView, scalars: Collection[str]
-) -> dict[str, Tensor]:
-    """Return "<state key>.<fqn>" -> stored view; `scalars` has the names of 0-dim state."""
-    views = {}
-    for param, slots in state.items():
-        name = model.get_name(param)
-        for slot, value in slots.items():
-            key = f"{slot}.{name}"
-            views[key] = value if key in scalars else model.make_stored_view(name, value)
-    return views
+                views[key] = value if key in scalars else model.make_stored_view(name, value)
+    return state, views
 
 
 def restore_optimizer_state(optimizer: Optimizer, state: dict[Tensor, dict[str, Tensor]]) -> None:

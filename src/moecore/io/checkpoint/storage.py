@@ -268,18 +268,7 @@ class Reader(_DCPStorage, StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Convert the manifest's tensors to DCP's metadata."""
-        entries: dict[str, Any] = {
-            name: TensorStorageMetadata(
-                properties=TensorProperties(dtype=tensor.dtype),
-                size=torch.Size(tensor.shape),
-                chunks=[
-                    ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-                    for chunk in tensor.chunks
-                ],
-            )
-            for name, tensor in self._manifest.tensors.items()
-        }
-        return Metadata(entries)
+        return make_dcp_metadata(self._manifest.tensors)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the planned slices into the tensors to load; return a completed future."""
@@ -313,6 +302,22 @@ class Reader(_DCPStorage, StorageReader):
         with ShardReader(self._path / file, begins, buffer, self._meter) as shard:
             for (item, chunk, dtype), target in reads:
                 shard.read(chunk.key, dtype, chunk.sizes, item.storage_offsets, target)
+
+
+def make_dcp_metadata(tensors: Mapping[str, Any]) -> Metadata:
+    """Return DCP's metadata of records with shape, dtype, and chunks with offsets and sizes."""
+    entries: dict[str, Any] = {
+        name: TensorStorageMetadata(
+            properties=TensorProperties(dtype=tensor.dtype),
+            size=torch.Size(tensor.shape),
+            chunks=[
+                ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+                for chunk in tensor.chunks
+            ],
+        )
+        for name, tensor in tensors.items()
+    }
+    return Metadata(entries)
 
 
 def run_dcp_call(verb: str, path: AnyPath, action: Callable[[], object]) -> None:

@@ -115,9 +115,8 @@ def save(
         OSError: if another job writes to `root`, or a rank could not write. `latest` is then
             unchanged, unless the error says that this step is saved.
     """
-    arguments = locals()
     with share_errors():
-        check_arguments(save, arguments)
+        check_arguments(save, locals())
         lock = make_lock(make_path(root))
         snapshot = take_snapshot(step, model, optimizer, extra, scheduler=scheduler, config=config)
     check_rank_agreement(snapshot)
@@ -170,9 +169,8 @@ def load(
         ValueError: if the checkpoint is damaged or does not fit, before any state changes.
         OSError: if a rank could not read; the model may then be partly loaded.
     """
-    arguments = locals()
     with share_errors():
-        check_arguments(load, arguments)
+        check_arguments(load, locals())
         path = make_path(path)
     meter = Meter(progress)
     check_same_path(path)
@@ -304,9 +302,8 @@ def verify(
         ValueError: on every rank, naming the first damaged file.
         OSError: if a rank could not read.
     """
-    arguments = locals()
     with share_errors():
-        check_arguments(verify, arguments)
+        check_arguments(verify, locals())
         path = make_path(path)
     manifest = run_on_first_rank(lambda: read_manifest(path))
     verify_files(path, manifest, mode, Meter(progress))

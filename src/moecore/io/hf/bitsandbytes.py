@@ -35,11 +35,6 @@ class NF4Item(Item):
     weight_dtype: torch.dtype  # dtype of the weight without quantisation
     constant: Tensor | None = None  # the tensor, if it does not depend on the weight
 
-    @property
-    def unquantised_dtype(self) -> torch.dtype:
-        """The weight's dtype without quantisation, from which config.json's dtype is chosen."""
-        return self.weight_dtype
-
 
 def plan_nf4_items(plan: ExportPlan) -> list[Item]:
     """Return the tensors to write; linears stored in NF4 have bitsandbytes' format. Collective.

@@ -76,6 +76,7 @@ def align_bytes(num_bytes: int) -> int:
 class _SentBox(NamedTuple):
     """A box (rectangular part) of a Hugging Face tensor to send, and the ranks that have it."""
 
+    source: str  # name of the model tensor
     part: int  # which of the item's parts
     overlap: PieceOverlap
     shape: tuple[int, ...]  # in the shard
@@ -89,12 +90,7 @@ class _SentBox(NamedTuple):
         return -1 if has_box else self.ranks[0]
 
 
-class _SentCopy(NamedTuple):
-    """A box to copy into a bucket: its model tensor `source`, and the target tensor's index."""
-
-    source: str
-    item: int
-    box: _SentBox
+_Copy = tuple[int, _SentBox]  # index of a bucket's tensor, and the box to copy to it
 
 
 class BucketCollector(ErrorKeeper):
@@ -114,7 +110,7 @@ class BucketCollector(ErrorKeeper):
         group: Group = None,  # of gloo, to agree in; NCCL sends tensors in the default group
     ) -> None:
         self._owners, self.device, self._group = owners, device, group
-        self._rank, _ = get_rank_and_world()
+        self._rank, self._world = get_rank_and_world()
         # A box is split only along dim 0 of its tensor, so a message has at least one row.
         self.capacity = max(message_bytes, ALIGNMENT)  # bytes of a message
         for item in items:
@@ -129,7 +125,7 @@ class BucketCollector(ErrorKeeper):
     @contextmanager
     def open_pass(self) -> Iterator[None]:
         """Return a context that allocates the message buffer of `collect_bucket`. Collective."""
-        size = self.capacity if self._owners.world > 1 else 0
+        size = self.capacity if self._world > 1 else 0
 
         def allocate() -> Tensor:
             if self._message is not None:
@@ -174,23 +170,21 @@ class BucketCollector(ErrorKeeper):
                 size = sum(map(count_bucket_bytes, items))
                 self.peak_bytes = max(self.peak_bytes, self._message.nbytes + size)
         copies = [
-            _SentCopy(item.parts[box.part][0], number, box)
+            (number, box)
             for number, item in enumerate(items)
             for box in self._list_sent_boxes(item, is_cached=writer_rank is None)
         ]
-        for sender in sorted({copy.box.find_sender(writer_rank) for copy in copies}):
-            group = [copy for copy in copies if copy.box.find_sender(writer_rank) == sender]
+        for sender in sorted({box.find_sender(writer_rank) for _, box in copies}):
+            group = [(n, box) for n, box in copies if box.find_sender(writer_rank) == sender]
             for message in chunk_by_size(
-                group, lambda c: align_bytes(c.box.num_bytes), self.capacity
+                group, lambda copy: align_bytes(copy[1].num_bytes), self.capacity
             ):
                 if sender >= 0:
                     self._send_message(sender, writer_rank, message, items, parts, read_box)
                     continue
                 with self._keep_error():
                     if parts:
-                        sources = [
-                            read_box(copy.source, copy.box.overlap.target) for copy in message
-                        ]
+                        sources = [read_box(box.source, box.overlap.target) for _, box in message]
                         foreach_copy_([_get_copy_target(copy, parts) for copy in message], sources)
         with self._keep_error():
             tensors = () if bucket is None else (tensor for _, tensor in bucket.tensors())
@@ -204,7 +198,7 @@ class BucketCollector(ErrorKeeper):
         self,
         sender_rank: int,
         writer_rank: int | None,
-        copies: Sequence[_SentCopy],
+        copies: Sequence[_Copy],
         items: Sequence[Item],
         bucket_parts: list[list[Tensor]],
         read_box: Read,
@@ -212,13 +206,13 @@ class BucketCollector(ErrorKeeper):
         """Send boxes of `items` to `writer_rank` (None = all), and copy them to its bucket."""
         assert self._message is not None, "a pass is open"
         pieces, at = list[Tensor](), 0
-        for copy in copies:
-            piece = self._message[at : at + copy.box.num_bytes]
-            pieces.append(piece.view(items[copy.item].dtype).view(copy.box.shape))
-            at += align_bytes(copy.box.num_bytes)
+        for number, box in copies:
+            piece = self._message[at : at + box.num_bytes]
+            pieces.append(piece.view(items[number].dtype).view(box.shape))
+            at += align_bytes(box.num_bytes)
         with self._keep_error():
             if self._rank == sender_rank:
-                sources = [read_box(copy.source, copy.box.overlap.target) for copy in copies]
+                sources = [read_box(box.source, box.overlap.target) for _, box in copies]
                 foreach_copy_(pieces, sources)
         group = self._group if self.device.type == "cpu" else None
         if writer_rank is None:
@@ -242,7 +236,7 @@ class BucketCollector(ErrorKeeper):
                 for overlap in find_overlaps(shard_runs, piece, full_shape, max_numel=max_numel):
                     shape = tuple(part.stop - part.start for part in overlap.target)
                     size = math.prod(shape) * item.dtype.itemsize
-                    boxes.append(_SentBox(number, overlap, shape, size, ranks))
+                    boxes.append(_SentBox(source, number, overlap, shape, size, ranks))
         if is_cached:
             self._boxes[item.name] = boxes
         return boxes
@@ -275,6 +269,7 @@ def count_bucket_bytes(item: Item) -> int:
     return align_bytes(item.nbytes) + sum(numels) * item.dtype.itemsize
 
 
-def _get_copy_target(copy: _SentCopy, bucket_parts: Sequence[Sequence[Tensor]]) -> Tensor:
+def _get_copy_target(copy: _Copy, bucket_parts: Sequence[Sequence[Tensor]]) -> Tensor:
     """Return the view of a bucket's memory to which a box (part of a tensor) is copied."""
-    return bucket_parts[copy.item][copy.box.part][copy.box.overlap.source].view(copy.box.shape)
+    number, box = copy
+    return bucket_parts[number][box.part][box.overlap.source].view(box.shape)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from moecore.io.hf.pieces import ShardRuns, TensorPiece, find_shard_runs, get_de
 from moecore.moe.param_reader import get_fp8_blocks
 from moecore.precision.stored import read_stored_values
 
+LocalPart = tuple[tuple[int, ...], torch.dtype, ShardRuns]  # full shape, dtype, local indices
+
 
 @dataclass(frozen=True, slots=True)
 class Item:
@@ -41,11 +43,6 @@ class Item:
     def nbytes(self) -> int:
         """Size of the tensor's data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def unquantised_dtype(self) -> torch.dtype:
-        """The dtype without quantisation, from which config.json's dtype is chosen."""
-        return self.dtype
 
     @property
     def has_padding(self) -> bool:
@@ -82,14 +79,6 @@ class ErrorKeeper:
             raise self._error
 
 
-class LocalPart(NamedTuple):
-    """Shape and dtype of a full tensor, and the global indices, per dim, of this rank's shard."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    shard_runs: ShardRuns
-
-
 class PartOwners:
     """Shapes and dtypes of all ranks' full tensors, and the ranks of each distinct shard.
 
@@ -103,9 +92,7 @@ class PartOwners:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self.ranks: dict[str, dict[ShardRuns, list[int]]] = {}  # by tensor and distinct shard
-        self.world = 0
         for rank, rank_parts in enumerate(gather_objects(parts)):
-            self.world += 1
             for name, (shape, dtype, shard_runs) in rank_parts.items():
                 self.shapes[name], self.dtypes[name] = shape, dtype
                 self.ranks.setdefault(name, {}).setdefault(shard_runs, []).append(rank)
@@ -126,7 +113,7 @@ def read_shard_box(
     return local[box] if get_fp8_blocks(tensor) is None else read_stored_values(tensor, box, dtype)
 
 
-class StoredCollector:
+class StoredCollector(ErrorKeeper):
     """Assembles Hugging Face tensors from a native checkpoint; `stack` closes the opened files."""
 
     def __init__(
@@ -160,9 +147,6 @@ class StoredCollector:
             write_piece(part, piece, tensor)
         return tensor
 
-    def raise_error(self) -> None:
-        """Do nothing, because `collect_tensor` raises errors itself and no other rank waits."""
-
     def _open_reader(self, file: str) -> ShardReader:
         """Return the reader of a shard file; open it at the first call."""
         if file not in self._readers:
@@ -174,13 +158,11 @@ class StoredCollector:
 
 def write_piece(values: Tensor, piece: TensorPiece, file_tensor: Tensor) -> None:
     """Copy `values` to the part of a Hugging Face tensor (`file_tensor`) that `piece` describes."""
-    assert piece.view is not None, "other pieces are file tensors"
-    target = piece.view.apply(file_tensor)
-    target.copy_(values.view(target.shape))
+    target = piece.locate(file_tensor)
+    target.copy_(values.reshape(target.shape))
 
 
 def describe_local_part(tensor: Tensor) -> LocalPart:
     """Return a tensor's full shape and dtype, and the global indices of this rank's shard."""
-    return LocalPart(
-        tuple(tensor.shape), tensor.dtype, find_shard_runs(compute_global_indices(tensor))
-    )
+    shard_runs = find_shard_runs(compute_global_indices(tensor))
+    return tuple(tensor.shape), tensor.dtype, shard_runs

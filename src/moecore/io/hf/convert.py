@@ -5,10 +5,9 @@ Tensors are converted one at a time, so the peak memory is the largest Hugging F
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ from moecore.io.hf.config import compare_config, decoder_config_from_hf
 from moecore.io.hf.config_fields import HFConfig, read_config
 from moecore.io.hf.export import check_export_target, order_items, plan_shard_files, write_directory
 from moecore.io.hf.export_plan import ExportLayout, choose_layout, complete_config, make_items
-from moecore.io.hf.files import BoxReader, HFFiles
+from moecore.io.hf.files import BoxReader, HFFiles, split_rows
 from moecore.io.hf.names import (
     EMBEDDING,
     HEAD,
@@ -88,9 +87,7 @@ def native_to_hf(
     check_one_rank()
     path, out = make_path(path), Path(out)
     check_export_target(out, dtype)
-    with ExitStack() as stack:
-        names = choose_layout(layout, read_config(config))
-        model = open_native(path, stack, config=config, dtype=dtype, layout=names)
+    with open_native(path, config=config, dtype=dtype, layout=layout) as model:
         shards = plan_shard_files(model.items, max_shard_bytes)
         write_directory(out, shards, model.values, model.collector, Meter(progress))
     return len(model.items)
@@ -108,15 +105,11 @@ class StoredModel:
     is_decoder: bool  # whether the model is the native decoder
 
 
+@contextmanager
 def open_native(
-    path: AnyPath,
-    stack: ExitStack,
-    *,
-    config: HFConfig,
-    dtype: torch.dtype | None,
-    layout: HFLayout,
-) -> StoredModel:
-    """Verify a native checkpoint; return its `StoredModel`; ValueError if `config` does not fit."""
+    path: AnyPath, *, config: HFConfig, dtype: torch.dtype | None, layout: ExportLayout
+) -> Iterator[StoredModel]:
+    """Verify a native checkpoint; yield its `StoredModel`; ValueError if `config` does not fit."""
     manifest = verify(path)
     tensors = select_tensors(PREFIX, manifest)
     embedding = next((name for name in tensors if name.endswith(f".{EMBEDDING}")), EMBEDDING)
@@ -125,19 +118,20 @@ def open_native(
         tensors = select_tensors(PREFIX + wrapper, manifest)
     num_mtp = len({name.split(".")[1] for name in tensors if name.startswith("mtp.")})
     values = complete_config(read_config(config), num_mtp)
-    recipes, copies, reader = _plan_files(tensors, values, layout)
+    recipes, copies, reader = _plan_files(tensors, values, choose_layout(layout, values))
     keeps = make_fp32_predicate(reader, dtype)
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     items = list(make_items(dtypes, recipes, copies, dtype, keeps))
     problems = compare_config(values, manifest.facts.config)
-    problems += find_content_problems({item.name: item for item in items}, values, values)
-    collector = StoredCollector(path, manifest, tensors, stack)
-    if HEAD in copies and not problems:  # a tied head is not written, so it must be equal
-        sources = {n: TensorSource(n, t.shape, t.dtype) for n, t in tensors.items()}
-        problems += find_copy_problems(collector, sources, {HEAD: EMBEDDING})
-    subject = f"path ({path}) must hold the model that config.json describes"
-    refuse_problems(subject, problems, "pass the config of this model")
-    return StoredModel(values, items, collector, tensors, keeps, _has_decoder_names(tensors))
+    problems += find_content_problems({item.name: item for item in items}, values)
+    with ExitStack() as stack:
+        collector = StoredCollector(path, manifest, tensors, stack)
+        if HEAD in copies and not problems:  # a tied head is not written, so it must be equal
+            sources = {n: TensorSource(n, t.shape, t.dtype) for n, t in tensors.items()}
+            problems += find_copy_problems(collector, sources, {HEAD: EMBEDDING})
+        subject = f"path ({path}) must hold the model that config.json describes"
+        refuse_problems(subject, problems, "pass the config of this model")
+        yield StoredModel(values, items, collector, tensors, keeps, _has_decoder_names(tensors))
 
 
 def hf_to_native(
@@ -290,8 +284,10 @@ def _write_files(draft: Draft, conversion: Conversion) -> Manifest:
         layout, ordered = order_items(shard)
         with ShardWriter(path, layout.header, pinned=False, meter=meter) as writer:
             for item in ordered:
-                recipe = plan[item.name.removeprefix(PREFIX)]
-                _write_tensor(writer, recipe, sources, conversion.files, item.dtype)
+                for piece in plan[item.name.removeprefix(PREFIX)].pieces:
+                    for box in split_rows(piece.shape, CHUNK_BYTES // 4):
+                        values = read_box(conversion.files, sources, piece, box)
+                        writer.add(values.to(item.dtype).contiguous())
             stored_files[path.name] = writer.finish()
         for item in shard:
             key, shape = item.name, item.shape
@@ -309,20 +305,3 @@ def _choose_dtype(name: str, source: TensorSource, dtype: torch.dtype | None) ->
     if dtype is not None:
         return dtype
     return torch.bfloat16 if source.quantized else source.dtype
-
-
-def _write_tensor(
-    writer: ShardWriter,
-    recipe: FileRecipe,
-    sources: Mapping[str, TensorSource],
-    files: BoxReader,
-    dtype: torch.dtype,
-) -> None:
-    """Append a tensor to a file, read from `sources` and converted in chunks of dim 0."""
-    for piece in recipe.pieces:
-        rows = piece.shape[0] if piece.shape else 1
-        step = max(1, CHUNK_BYTES // max(1, math.prod(piece.shape[1:]) * 4))
-        for first in range(0, rows, step):
-            row_box = (slice(first, min(first + step, rows)),) if piece.shape else ()
-            box = (*row_box, *(slice(0, n) for n in piece.shape[1:]))
-            writer.add(read_box(files, sources, piece, box).to(dtype).contiguous())

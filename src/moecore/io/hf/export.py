@@ -106,9 +106,8 @@ def export_hf(
         NotImplementedError: if the layout has no name for a tensor.
         OSError: on every rank, if one rank could not write; no files remain.
     """
-    arguments = locals()
     with share_errors():
-        check_arguments(export_hf, arguments)
+        check_arguments(export_hf, locals())
         start, path, meter = time.monotonic(), Path(path), Meter(progress)
         check_export_target(path, dtype)
         check_no_unmerged_adapters(model)
@@ -241,7 +240,7 @@ def _write_config_and_index(draft: Path, shards: list[list[Item]], config: dict[
     """Write config.json, with the dtype of most bytes, and an index of several files."""
     sizes: dict[torch.dtype, int] = {}
     for item in itertools.chain(*shards):
-        dtype = item.unquantised_dtype
+        dtype = getattr(item, "weight_dtype", item.dtype)  # of an `NF4Item`, its weight's
         sizes[dtype] = sizes.get(dtype, 0) + item.nbytes
     name = str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
     config["dtype"] = name

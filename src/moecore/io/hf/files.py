@@ -14,7 +14,7 @@ import json
 import math
 import os
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +66,19 @@ def find_common_boxes(box: Box, chunks: Iterable[Any]) -> Iterator[tuple[Any, Bo
             of_chunk = (slice(a - o, b - o) for (a, b), o in zip(spans, chunk.offsets, strict=True))
             of_box = (slice(a - s.start, b - s.start) for (a, b), s in zip(spans, box, strict=True))
             yield chunk, tuple(of_chunk), tuple(of_box)
+
+
+def split_rows(
+    shape: Sequence[int], max_numel: int, first: int = 0, stop: int | None = None
+) -> Iterator[Box]:
+    """Yield boxes of at most `max_numel` elements, or one row, for the rows `first` to `stop`."""
+    if not shape:
+        yield ()
+        return
+    stop = shape[0] if stop is None else min(stop, shape[0])
+    step = max(1, max_numel // max(1, math.prod(shape[1:])))
+    for start in range(first, stop, step):
+        yield (slice(start, min(start + step, stop)), *(slice(0, n) for n in shape[1:]))
 
 
 class BoxReader(Protocol):

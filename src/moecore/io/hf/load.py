@@ -4,7 +4,7 @@
     plan_hf_tensors               names.py              `FileRecipe`: pieces of a decoder's tensor
     plan_stock_tensors            stock.py              the same for a transformers model
     make_load_plan                load.py               `LoadPlan`: targets of tensors, problems
-    list_shard_boxes              pieces.py             `ShardBox`: the part of each local shard
+    iterate_shard_boxes           pieces.py             the part of each local shard
     read_box                      quant.py, files.py    the values of one box, dequantised
 
 Every rank compares names, shapes and dtypes from the headers, and one error lists all mismatches.
@@ -15,7 +15,6 @@ Each rank then copies boxes of the files into its shards, so its memory beyond t
 from __future__ import annotations
 
 import os
-import re
 import time
 import warnings
 from collections.abc import Mapping
@@ -50,11 +49,11 @@ from moecore.io.hf.names import (
     map_model_copies,
     plan_hf_tensors,
 )
-from moecore.io.hf.pieces import FileRecipe, get_detached_shard, list_shard_boxes
+from moecore.io.hf.pieces import FileRecipe, get_detached_shard, iterate_shard_boxes
 from moecore.io.hf.quant import FP8, TensorSource, find_sources, read_box
 from moecore.io.hf.stock import build_meta_model, compute_published_shapes, plan_stock_tensors
 from moecore.io.hf.upcycled import make_upcycled_config
-from moecore.io.hf.verify import LAYER, find_copy_problems
+from moecore.io.hf.verify import EXPERT, LAYER, find_copy_problems
 from moecore.models.decoder import Decoder
 from moecore.moe.experts import Experts
 from moecore.parallel.model.parallel_state import find_staged_module
@@ -62,7 +61,6 @@ from moecore.train.expert_moves import run_in_expert_order
 from moecore.train.rerun import drop_step
 
 CHUNK_BYTES = 64 << 20
-EXPERT = re.compile(r"(.*\.experts)\.(\d+)\..*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +126,8 @@ def load_hf(
         NotImplementedError: for a model whose Hugging Face names are not known.
         OSError: on every rank, if one rank could not read; the model may then be partly loaded.
     """
-    arguments = locals()
     with share_errors():
-        check_arguments(load_hf, arguments)
+        check_arguments(load_hf, locals())
         start, path = time.monotonic(), Path(path)
         outer_model, model = model, unwrap_peft(model)
     # Rank 0 reads headers and config for all ranks.
@@ -170,9 +167,10 @@ def _fill_model(
     """Read this rank's shards from the file tensors `sources`; fill buffers and peft's copies."""
     dtypes = {name: source.dtype for name, source in sources.items()}
     meter.expect(sum(get_detached_shard(target).nbytes for target in plan.targets.values()))
-    for piece, box, param, at in list_shard_boxes(plan.targets, plan.recipes, dtypes, CHUNK_BYTES):
-        write_values(param, at, read_box(files, sources, piece, box))
-        meter.add(get_detached_shard(param)[at].nbytes)
+    boxes = iterate_shard_boxes(plan.targets, plan.recipes, dtypes, CHUNK_BYTES)
+    for piece, param, overlap in boxes:
+        write_values(param, overlap.target, read_box(files, sources, piece, overlap.source))
+        meter.add(get_detached_shard(param)[overlap.target].nbytes)
     for buffer, value in plan.buffers:
         buffer.copy_(value)
     for name, copy in select_trained_copies(model, plan.tensors).items():

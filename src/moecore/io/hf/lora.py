@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from moecore.base.rank_checks import gather_objects
 from moecore.families.transformers.lora import unwrap_peft
 from moecore.io.checkpoint.files import refuse_problems
 from moecore.io.checkpoint.ranks import is_first_of_stage, is_first_rank, run_on_first_rank
+from moecore.io.hf.collect import write_piece
 from moecore.io.hf.files import HFFiles, read_file_header, read_json
 from moecore.io.hf.pieces import (
     FileView,
@@ -51,16 +52,9 @@ class StoredAdapter:
 
     def convert_to_file(self, tensor: Tensor) -> Tensor:
         """Convert the adapter's unsharded tensor to the tensor in peft's file."""
-        if self.piece.view is None:
-            return tensor.reshape(self.piece.file_shape)
         file_tensor = tensor.new_empty(self.piece.file_shape)
-        self.piece.view.apply(file_tensor).copy_(tensor)
+        write_piece(tensor, self.piece, file_tensor)
         return file_tensor
-
-    def convert_from_file(self, file_tensor: Tensor) -> Tensor:
-        """Convert the tensor in peft's file to the adapter's unsharded tensor."""
-        view = self.piece.view
-        return (file_tensor if view is None else view.apply(file_tensor)).reshape(self.tensor.shape)
 
 
 @torch.no_grad()
@@ -164,18 +158,13 @@ def load_adapters(
     check_arguments(load_adapters, locals())
     path = Path(path)
     entries = run_and_share_errors(lambda: collect_adapter_tensors(model, adapter))
-    names = (
-        set(entries)
-        if find_staged_module(model)[1] is None
-        else set().union(*gather_objects(list(entries)))
-    )
+    names = set[str]().union(*gather_objects(list(entries)))  # of all pipeline stages
     file_tensors = run_and_share_errors(lambda: _read_adapter(model, path, adapter, entries, names))
     drop_step(model)
     with torch.no_grad():
         for name, entry in entries.items():
-            value = select_shard(
-                entry.convert_from_file(file_tensors[name]), compute_global_indices(entry.tensor)
-            )
+            full = entry.piece.locate(file_tensors[name]).reshape(entry.tensor.shape)
+            value = select_shard(full, compute_global_indices(entry.tensor))
             get_detached_shard(entry.tensor).copy_(value)
 
 
@@ -235,7 +224,8 @@ def collect_adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredA
         model, state_dict=state_dict, adapter_name=adapter, save_embedding_layers=False
     )
     entries = {
-        clean_name(n): _make_stored_adapter(clean_name(n), t, t.shape) for n, t in named.items()
+        name: StoredAdapter(tensor, TensorPiece(name, (), tuple(tensor.shape)))
+        for name, tensor in ((clean_name(n), t) for n, t in named.items())
     }
     updates: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, LowRank)}
     for path, update in updates.items():
@@ -246,16 +236,11 @@ def collect_adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredA
         a, b = entries.pop(f"{path}.lora_A").tensor, entries.pop(f"{path}.lora_B").tensor
         (E, r, i), o = a.shape, b.shape[1]
         name = f"{home}.lora_A.weight"
-        entries[name] = _make_stored_adapter(name, a, (E * r, i))
+        entries[name] = StoredAdapter(a, TensorPiece(name, (), (E * r, i)))
         name, shape = f"{home}.lora_B.weight", (o, r * E)  # experts are the last dim
         view = FileView(shape, (0, 0), ((1, E, 1), (0, o, 1), (1, r, E)))
         entries[name] = StoredAdapter(b, TensorPiece(name, (), (E, o, r), view))
     return entries
-
-
-def _make_stored_adapter(name: str, tensor: Tensor, shape: Sequence[int]) -> StoredAdapter:
-    """Return a StoredAdapter of `tensor`, stored in peft's file as `name` with this shape."""
-    return StoredAdapter(tensor, TensorPiece(name, (), tuple(shape)))
 
 
 def _write_adapter_files(

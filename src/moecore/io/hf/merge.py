@@ -221,23 +221,19 @@ def _add_expert_updates(
 
 def _merge_dense_into_exports(layer: Any) -> None:
     """Register active LoRA adapters of a linear in 4 bits, so that exports add B A. Collective."""
-    weight, names = layer.get_base_layer().weight, _list_applied_adapters(layer)
-    pairs = [(layer.lora_A[n].weight, layer.lora_B[n].weight, layer.scaling[n]) for n in names]
-    adapters = [(_upcast(unshard_tensor(a)), _upcast(unshard_tensor(b)), s) for a, b, s in pairs]
+    adapters = _read_adapters(layer, lambda linear: _upcast(unshard_tensor(linear.weight)))
 
     def add(values: Tensor, slices: tuple[slice, ...]) -> None:
         """Add the updates to `values`, which are `slices` of the weight in fp32."""
         rows, columns = slices
         values += sum((b_Or[rows] @ a_rI[:, columns]) * s for a_rI, b_Or, s in adapters)
 
-    setattr(weight, EXPORT_UPDATE, add)
+    setattr(layer.get_base_layer().weight, EXPORT_UPDATE, add)
     layer.in_exports = True
 
 
-def _read_adapters(
-    lora: Any, read: Callable[[Tensor], Tensor]
-) -> list[tuple[Tensor, Tensor, float]]:
-    """Return A, B and the scale of each active adapter; `read` maps a parameter to its values."""
+def _read_adapters(lora: Any, read: Callable[[Any], Tensor]) -> list[tuple[Tensor, Tensor, float]]:
+    """Return A, B and the scale of each active adapter; `read` returns the values of A or B."""
     names = _list_applied_adapters(lora)
     return [(read(lora.lora_A[n]), read(lora.lora_B[n]), lora.scaling[n]) for n in names]
 

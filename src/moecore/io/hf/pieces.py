@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,6 +54,10 @@ class TensorPiece:
         """Shape of the tensor in the file."""
         return self.shape if self.view is None else self.view.file_shape
 
+    def locate(self, file_tensor: Tensor) -> Tensor:
+        """Return the view of a contiguous file tensor that stores the region."""
+        return file_tensor if self.view is None else self.view.apply(file_tensor)
+
     def get_box(self, model_shape: Sequence[int]) -> tuple[slice, ...]:
         """Return the region as one slice per dim of the model tensor with this `model_shape`."""
         region = (slice(r, r + 1) if isinstance(r, int) else r for r in self.region)
@@ -92,31 +95,20 @@ def get_detached_shard(tensor: Tensor) -> Tensor:
     return get_local_tensor(tensor).detach()
 
 
-class ShardBox(NamedTuple):
-    """A box (slice per dim) of a file tensor to read, and the slices of the shard to fill."""
-
-    piece: TensorPiece
-    box: tuple[slice, ...]
-    tensor: Tensor
-    target: tuple[slice, ...]
-
-
-def list_shard_boxes(
+def iterate_shard_boxes(
     tensors: Mapping[str, Tensor],
     recipes: Mapping[str, FileRecipe],
     dtypes: Mapping[str, torch.dtype],
     max_bytes: int,
-) -> list[ShardBox]:
-    """Return the boxes of file tensors, each at most `max_bytes` or one row, that fill shards."""
-    boxes = []
+) -> Iterator[tuple[TensorPiece, Tensor, PieceOverlap]]:
+    """Yield the boxes of file tensors, each at most `max_bytes` or one row, that fill shards."""
     for name, recipe in recipes.items():
         local = get_detached_shard(tensors[name])
         shard_runs = find_shard_runs(compute_global_indices(tensors[name]))
         for piece in recipe.pieces if local.numel() else ():
             max_numel = max_bytes // dtypes[piece.name].itemsize
-            overlap_boxes = find_overlaps(shard_runs, piece, recipe.shape, max_numel=max_numel)
-            boxes += [ShardBox(piece, o.source, tensors[name], o.target) for o in overlap_boxes]
-    return boxes
+            for overlap in find_overlaps(shard_runs, piece, recipe.shape, max_numel=max_numel):
+                yield piece, tensors[name], overlap
 
 
 def find_shard_runs(indices: Sequence[Tensor]) -> ShardRuns:

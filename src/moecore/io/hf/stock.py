@@ -133,13 +133,14 @@ def plan_stock_tensors(
 
     `meta_model` None = files have the model's names. The first `file_shapes` that fit are used.
     """
+    if meta_model is None:
+        return {name: FileRecipe.from_tensor(name, shape) for name, shape in model_shapes.items()}
     names = dict(zip(model_shapes, rename_expert_shapes(model_shapes), strict=True))
-    targets = {} if meta_model is None else get_shapes(meta_model.state_dict())
+    targets = get_shapes(meta_model.state_dict())
     recipes, refused = dict[str, FileRecipe](), dict[str, str]()
-    for shapes in file_shapes if meta_model is not None else ():
+    for shapes in file_shapes:
         remaining = {names[name] for name in model_shapes if name not in recipes} & targets.keys()
-        reader = cast(nn.Module, meta_model)
-        traced = trace_loading_rules(reader, shapes, remaining) if remaining else {}
+        traced = trace_loading_rules(meta_model, shapes, remaining) if remaining else {}
         for name, shape in model_shapes.items():
             outcome = traced.get(names[name], "")
             if isinstance(outcome, str):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
@@ -36,7 +36,7 @@ from moecore.io.hf.export_plan import (
     make_items,
     plan_export,
 )
-from moecore.io.hf.lora import collect_adapter_tensors
+from moecore.io.hf.lora import StoredAdapter, collect_adapter_tensors
 from moecore.io.hf.merge import Merge, find_merges, find_unmerged_layers
 from moecore.io.hf.pieces import FileRecipe, TensorPiece
 from moecore.train.memory.streams import CopyStream
@@ -78,19 +78,19 @@ def stream_weights(
     check_arguments(stream_weights, locals())
     run_and_share_errors(lambda: check_export_dtype(dtype))
     plan = plan_export(model, config, dtype, layout, needs_config=False)
-    local_tensors = run_and_share_errors(lambda: _find_adapter(model, lora))
+    entries = run_and_share_errors(lambda: _find_adapter(model, lora))
     pieces: dict[str, TensorPiece] = {}
-    for of_rank in gather_objects({name: piece for name, (_, piece) in local_tensors.items()}):
+    for of_rank in gather_objects({name: entry.piece for name, entry in entries.items()}):
         pieces |= of_rank
     if pieces:  # the active adapter's tensors follow the weights
-        owners = PartOwners({name: tensor for name, (tensor, _) in local_tensors.items()})
+        owners = PartOwners({name: entry.tensor for name, entry in entries.items()})
         recipes = {n: FileRecipe(owners.shapes[n], (piece,)) for n, piece in pieces.items()}
         items = make_items(owners.dtypes, recipes, {}, dtype, lambda _: False)
         plan = replace(plan, items=[*plan.items, *items], owners=plan.owners.merge(owners))
     return WeightStream(model, plan, bucket_bytes, lora)
 
 
-def _find_adapter(model: nn.Module, lora: LoRA) -> dict[str, tuple[Tensor, TensorPiece]]:
+def _find_adapter(model: nn.Module, lora: LoRA) -> dict[str, StoredAdapter]:
     """Return the active LoRA adapter's tensors, with their file pieces, by name; {} if "merged"."""
     if lora == "merged" or unwrap_peft(model) is model:
         return {}
@@ -100,9 +100,7 @@ def _find_adapter(model: nn.Module, lora: LoRA) -> dict[str, tuple[Tensor, Tenso
             f"active adapters ({names}) must be one that is not merged to be given apart: choose "
             "one by set_adapter, or pass lora='merged'"
         )
-    return {
-        name: (a.tensor, a.piece) for name, a in collect_adapter_tensors(model, names[0]).items()
-    }
+    return collect_adapter_tensors(model, names[0])
 
 
 class WeightStream:
@@ -229,7 +227,7 @@ class WeightStream:
         """Compute the digests of the current weights and return a new pass."""
         base = unwrap_peft(self._model)
         tensors = collect_export_tensors(base, self._plan.values)
-        tensors |= {n: t for n, (t, _) in _find_adapter(self._model, self._lora).items()}
+        tensors |= {n: a.tensor for n, a in _find_adapter(self._model, self._lora).items()}
         parts = {name: describe_local_part(tensor) for name, tensor in tensors.items()}
         self._parts = self._parts or parts
         if parts != self._parts:
@@ -239,17 +237,17 @@ class WeightStream:
             )
         merges = find_merges(self._model) if self._lora == "merged" else []
         by_weight = {id(merge.weight): merge for merge in merges}
-        sources = {n: _StreamSource(t, by_weight.get(id(t))) for n, t in tensors.items()}
-        for name, source in sources.items():
-            shards = (shard for x in source.list_tensors() for shard in list_local_storage(x))
+        merge_of = {n: by_weight[id(t)] for n, t in tensors.items() if id(t) in by_weight}
+        buckets = chunk_by_size(self._items, count_bucket_bytes, self._max_bytes)
+        run = _StreamPass(tensors, merge_of, buckets, self._collector, self._control.group)
+        for name in tensors:
+            shards = (shard for x in run.list_inputs(name) for shard in list_local_storage(x))
             if any(shard.numel() and not shard.untyped_storage().nbytes() for shard in shards):
                 raise ValueError(
                     f"{format_name(name)} (without memory) must have its values to be streamed: "
                     "call onload('weights') first"
                 )
-        buckets = chunk_by_size(self._items, count_bucket_bytes, self._max_bytes)
-        run = _StreamPass(sources, buckets, self._collector, self._control.group)
-        run.digests = self._compute_digests(sources)
+        run.digests = self._compute_digests(run, tensors)
         if self._expected_digests not in (None, run.digests):
             raise ValueError(
                 "weights (changed) must be those of the call of changed_since: call it again"
@@ -259,20 +257,19 @@ class WeightStream:
     def _check_unchanged(self, stream_pass: _StreamPass) -> None:
         """Raise RuntimeError if tensors changed during the pass `stream_pass`. Host sync."""
         self._collector.raise_error()
-        names = {
-            name for item in self._items for name, _ in item.parts
-        } & stream_pass.sources.keys()
-        digests = self._compute_digests({name: stream_pass.sources[name] for name in names})
+        names = {name for item in self._items for name, _ in item.parts}
+        digests = self._compute_digests(stream_pass, names & stream_pass.tensors.keys())
         if any(stream_pass.digests[name] != digest for name, digest in digests.items()):
             raise RuntimeError(
                 "weights (changed) must stay as they are while a stream of them is open: end the "
                 "stream before the optimizer's step, and begin a new one"
             )
 
-    def _compute_digests(self, sources: Mapping[str, _StreamSource]) -> dict[str, Any]:
-        """Return, by name, a tuple of each source's digest and then its LoRA scaling factors."""
-        digests = self._digests.compute({n: source.list_tensors() for n, source in sources.items()})
-        return {n: (*digest, sources[n].list_scaling_factors()) for n, digest in digests.items()}
+    def _compute_digests(self, stream_pass: _StreamPass, names: Iterable[str]) -> dict[str, Any]:
+        """Return, by name, a tuple of each tensor's digest and then its LoRA scaling factors."""
+        digests = self._digests.compute({name: stream_pass.list_inputs(name) for name in names})
+        factors = {n: merge.list_scaling_factors() for n, merge in stream_pass.merges.items()}
+        return {n: (*digest, factors.get(n, ())) for n, digest in digests.items()}
 
 
 class _PassExit(RuntimeError):
@@ -287,18 +284,24 @@ class _StreamPass:
 
     def __init__(
         self,
-        sources: dict[str, _StreamSource],
+        tensors: Mapping[str, Tensor],
+        merges: Mapping[str, Merge],
         buckets: Iterator[list[Item]],
         collector: BucketCollector,
         group: Group,
     ) -> None:
-        """`buckets` yields lists of items, whose values are read from `sources` by tensor name."""
-        self.sources, self._collector, self._group = sources, collector, group
+        """`buckets` yields lists of items, whose values are read from `tensors` with `merges`."""
+        self.tensors, self.merges, self._collector, self._group = tensors, merges, collector, group
         self.digests: dict[str, Any] = {}
         self._copies = CopyStream(collector.device)
         self._merged_weights: dict[str, Tensor] = {}  # copies with adapters added, by source
         self._remaining = buckets
         self._next_bucket: tuple[WeightBucket | None, Any] | None = None
+
+    def list_inputs(self, name: str) -> list[Tensor]:
+        """Return the tensors from which the streamed values of a weight are computed."""
+        merge = self.merges.get(name)
+        return [self.tensors[name], *(() if merge is None else merge.list_tensors())]
 
     def launch_bucket(self) -> None:
         """Launch the collectives of the next bucket on the copy stream, if a bucket remains."""
@@ -339,36 +342,15 @@ class _StreamPass:
         """Add LoRA adapters to copies of the named weights; free all other copies. Collective."""
         before, self._merged_weights = self._merged_weights, {}
         for name in names:
-            source = self.sources.get(name)  # None = on another pipeline stage
             if name in before:
                 self._merged_weights[name] = before[name]
-            elif source is not None and source.merge is not None:
-                self._merged_weights[name] = source.merge_adapters()
+            elif name in self.merges:
+                tensor = self.tensors[name]
+                local = read_shard_box(tensor, (slice(None),) * tensor.ndim).clone()
+                self.merges[name].add(local)
+                self._merged_weights[name] = local
 
     def _read(self, name: str, box: tuple[slice, ...]) -> Tensor:
         """Return a box of this rank's shard, with the weight's adapters added."""
         weight = self._merged_weights.get(name)
-        return read_shard_box(self.sources[name].tensor, box) if weight is None else weight[box]
-
-
-@dataclass(frozen=True, slots=True)
-class _StreamSource:
-    """A tensor of the model, and the merge of the LoRA adapters to add to a copy of the tensor."""
-
-    tensor: Tensor
-    merge: Merge | None
-
-    def list_tensors(self) -> list[Tensor]:
-        """Return the tensors from which the streamed values are computed."""
-        return [self.tensor, *([] if self.merge is None else self.merge.list_tensors())]
-
-    def list_scaling_factors(self) -> tuple[float, ...]:
-        """Return the scaling factors of the adapters."""
-        return () if self.merge is None else self.merge.list_scaling_factors()
-
-    def merge_adapters(self) -> Tensor:
-        """Return a copy of this rank's shard with adapters. Collective over the weight's mesh."""
-        assert self.merge is not None, "the weight has adapters"
-        local = read_shard_box(self.tensor, (slice(None),) * self.tensor.ndim).clone()
-        self.merge.add(local)
-        return local
+        return read_shard_box(self.tensors[name], box) if weight is None else weight[box]

@@ -19,7 +19,7 @@ from moecore.io.checkpoint.ranks import get_rank_and_world
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES
 from moecore.io.hf.config import MTP_KEYS, decoder_config_from_hf
 from moecore.io.hf.config_fields import FIELD_KINDS, HFConfig, check_field_type, read_config
-from moecore.io.hf.files import CONFIG, INDEX, BoxReader, HFFiles, read_json
+from moecore.io.hf.files import CONFIG, INDEX, BoxReader, HFFiles, read_json, split_rows
 from moecore.io.hf.names import infer_hf_layout, map_hf_copies, map_model_copies, plan_hf_tensors
 from moecore.io.hf.pieces import map_file_shapes
 from moecore.io.hf.quant import TensorSource, find_sources
@@ -54,19 +54,17 @@ def verify_hf(path: str | os.PathLike[str]) -> list[str]:
     except ValueError as error:
         problems = [str(error)]
     else:
-        problems += find_content_problems(sources, config, path)
+        problems += find_content_problems(sources, path)
     return [format_error_line(problem, MAX_CHARS) for problem in problems]
 
 
-def find_content_problems(
-    sources: Mapping[str, Shaped], config: Mapping[str, Any], config_source: HFConfig
-) -> list[str]:
+def find_content_problems(sources: Mapping[str, Shaped], config: HFConfig) -> list[str]:
     """Return error texts for tensors that differ from the model that `config` describes."""
     try:
-        native = decoder_config_from_hf(config_source)
+        native = decoder_config_from_hf(config)
         plan = plan_hf_tensors(native, infer_hf_layout(sources))
     except NotImplementedError:  # the native decoder does not support the model
-        return _compare_with_transformers(sources, config)
+        return _compare_with_transformers(sources, read_config(config))
     except ValueError as error:
         return [str(error)]
     return find_shape_problems(sources, map_file_shapes(plan), map_hf_copies(native))
@@ -107,11 +105,8 @@ def find_copy_problems(
         is_equal = a.shape == b.shape
         if is_equal:
             step = -(-a.shape[0] // world)
-            rest = tuple(slice(0, n) for n in a.shape[1:])
-            rows = max(1, CHUNK_BYTES // max(1, a.dtype.itemsize * a.shape[-1]))
-            stop = min((rank + 1) * step, a.shape[0])
-            for first in range(rank * step, stop, rows):
-                box = (slice(first, min(first + rows, stop)), *rest)
+            max_numel = CHUNK_BYTES // a.dtype.itemsize
+            for box in split_rows(a.shape, max_numel, rank * step, (rank + 1) * step):
                 is_equal = is_equal and torch.equal(a.read(files, box), b.read(files, box))
         if not is_equal:
             problems.append(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -86,11 +85,11 @@ def dcp_to_native(
     path, root = Path(path), make_path(root)
     check_run_is_new(root)
     decoder = decoder_config_from_hf(config)
-    with DCPFiles(path) as files:
-        sources, plan, problems = _find_sources(files, decoder)
-        options = (step, dtype, max_file_bytes, progress)
-        conversion = Conversion(path, files, sources, plan, decoder, problems, *options)
-        return write_native(root, conversion)
+    files = DCPFiles(path)
+    sources, plan, problems = _find_sources(files, decoder)
+    options = (step, dtype, max_file_bytes, progress)
+    conversion = Conversion(path, files, sources, plan, decoder, problems, *options)
+    return write_native(root, conversion)
 
 
 def native_to_dcp(
@@ -118,8 +117,7 @@ def native_to_dcp(
     path, out = make_path(path), Path(out)
     layout: Literal["fused", "per_expert"] = "per_expert" if names == "megatron" else "fused"
     check_export_target(out, dtype)
-    with ExitStack() as stack:
-        model = open_native(path, stack, config=config, dtype=dtype, layout=layout)
+    with open_native(path, config=config, dtype=dtype, layout=layout) as model:
         if names == "megatron":
             tensors = _plan_megatron_tensors(model)
         elif names == "dcp":

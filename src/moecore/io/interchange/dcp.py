@@ -21,13 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import (
     SavePlan,
     TensorWriteData,
@@ -38,12 +32,13 @@ from torch.distributed.checkpoint.planner import (
 from moecore.base.fields import format_name
 from moecore.io.checkpoint.files import open_regular_file
 from moecore.io.checkpoint.shard_file import Meter
+from moecore.io.checkpoint.storage import make_dcp_metadata
 from moecore.io.hf.files import Box, find_common_boxes, format_error
 from moecore.io.interchange.dcp_metadata import DCPChunk, read_metadata
 
 
 class DCPFiles:
-    """Reads boxes (slices) of tensors in a DCP directory; a context manager, caches one chunk."""
+    """Reads boxes (slices) of tensors in a DCP directory, and caches the last chunk."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,12 +52,6 @@ class DCPFiles:
         for chunk, source, target in find_common_boxes(box, entry.chunks):
             out[target] = self._load_chunk(name, chunk, entry.dtype)[source]
         return out
-
-    def __enter__(self) -> DCPFiles:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._last = None
 
     def _load_chunk(self, name: str, chunk: DCPChunk, dtype: torch.dtype) -> Tensor:
         """Return a chunk of tensor `name`; raise OSError if the file has no such chunk."""
@@ -171,19 +160,13 @@ class _ChunkPlanner(dcp.DefaultSavePlanner):
         super().__init__()
         self._meter = meter
         self._chunks: dict[MetadataIndex, NewChunk] = {}
-        self._metadata: dict[str, Any] = {}
+        self._metadata = make_dcp_metadata(tensors)
         self._items: list[WriteItem] = []
         for name, tensor in tensors.items():
-            blocks = [
-                ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes))
-                for c in tensor.chunks
-            ]
-            properties = TensorProperties(dtype=tensor.dtype)
-            size = torch.Size(tensor.shape)
-            self._metadata[name] = TensorStorageMetadata(properties, size, blocks)
-            for i, (chunk, block) in enumerate(zip(tensor.chunks, blocks, strict=True)):
+            entry: Any = self._metadata.state_dict_metadata[name]
+            for i, (chunk, block) in enumerate(zip(tensor.chunks, entry.chunks, strict=True)):
                 index = MetadataIndex(name, block.offsets, i)
-                data = TensorWriteData(chunk=block, properties=properties, size=size)
+                data = TensorWriteData(block, properties=entry.properties, size=entry.size)
                 self._chunks[index] = chunk
                 self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
 
@@ -193,7 +176,7 @@ class _ChunkPlanner(dcp.DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return the plan of the only process, and the metadata of all tensors."""
-        return all_plans, Metadata(self._metadata)
+        return all_plans, self._metadata
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Compute and return the values of a chunk."""

@@ -111,8 +111,6 @@ def read_metadata(path: Path) -> dict[str, DCPTensor]:
             if opcode.name.endswith("PUT") and isinstance(number, int) and number >= len(raw):
                 raise _MetadataError(f"its memo has {number} entries, more than it has bytes")
         return _parse_tensors(path, _Unpickler(io.BytesIO(raw)).load())
-    except _MetadataError as error:
-        message = str(error)
     except Exception as error:  # of any kind, because the bytes may be damaged
         message = str(error) or type(error).__name__
     message = " ".join(message.split())  # names may have line breaks
