@@ -33,6 +33,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.saved import list_saved
 from tests.precision.test_four_bit import adapted_on_meta, watch_dequantised
 from tests.precision.test_stored import results
+from tests.train.memory.blocks import counting_bytes
 
 SIZES = dict(
     **dict(num_hidden_layers=2, hidden_size=128, num_attention_heads=4, num_key_value_heads=2),
@@ -254,3 +255,27 @@ def test_tensor_parallelism_is_refused() -> None:
         plan_sharding(model, build_meshes(ParallelConfig(tp=2), "cpu"), precision=NF4)
     with pytest.raises(ValueError, match=r"Precision.frozen_dense \(True\) must be False with"):
         Precision(recipe=Recipe(), frozen_dense=True)
+
+
+def test_files_are_loaded_within_a_tensor_of_the_final_size(
+    no_group_left: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 4 bits from meta, with adapters: one expert's matrix or one linear exists beside them."""
+    base = random_model("qwen2-moe", **SIZES | dict(num_experts=32)).bfloat16()
+    base.save_pretrained(tmp_path)
+    model = adapted_on_meta(base, NF4)
+    for module in ("load", "files"):
+        monkeypatch.setattr(f"moecore.io.hf.{module}.CHUNK_BYTES", 4096)
+    with counting_bytes() as storages:
+        model.to_empty(device="cpu")
+        load_hf(tmp_path, model)
+        init_adapters(model)
+        final_bytes = sum(storages.list_live())
+    params = dict(base.named_parameters())
+    stacked = {n: p for n, p in params.items() if p.ndim == 3}
+    assert len(stacked) == 4 and len(stored_params(model)) > len(stacked)
+    assert final_bytes < sum(p.nbytes for p in params.values()) / 2
+    parts = [p[0].nbytes if n in stacked else p.nbytes for n, p in params.items()]
+    most = 5 * max(parts)  # the tensor in bf16, scaled in fp32, and what the codes need
+    assert most < min(p.nbytes for p in stacked.values())
+    assert storages.peak <= final_bytes + most

@@ -131,7 +131,8 @@ def _storage(leaf: Any) -> torch.UntypedStorage | None:
     if isinstance(leaf, torch.UntypedStorage):
         return leaf
     local = get_local_tensor(leaf) if isinstance(leaf, Tensor) else None
-    return local.untyped_storage() if type(local) in (Tensor, nn.Parameter) else None
+    is_plain = type(local) in (Tensor, nn.Parameter) and not local.is_meta
+    return local.untyped_storage() if is_plain else None
 
 
 @contextmanager
