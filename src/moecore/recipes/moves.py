@@ -68,8 +68,8 @@ class ExpertMoves:
             fmean(compute_rank_imbalance(x, ep, orders.get(name)) for name, x in loads_of.items())
             for orders in (before, self.orders)
         )
-        planned = plan_move_seconds(num_bytes, ep, self._device)
-        plan_text = "unknown link" if planned is None else f"planned {planned:.3g} s"
+        planned_s = plan_move_seconds(num_bytes, ep, self._device)
+        plan_text = "unknown link" if planned_s is None else f"planned {planned_s:.3g} s"
         return [
             f"experts moved after step {step}: load of the busiest rank / mean "
             f"{load_before:.2f} -> {load_after:.2f}, {num_bytes / 2**20:,.3g} MiB to a rank in "

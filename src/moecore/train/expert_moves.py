@@ -122,8 +122,8 @@ def count_moved_bytes(
             states = [_get_state(owner, param) for owner in owners if owner.state.get(param)]
             for tensor in (param, *(x for state in states for x in state.values() if x.ndim)):
                 rows_r = compute_global_indices(tensor)[0]
-                num_received = int((~torch.isin(sources_E[rows_r], rows_r)).sum())
-                num_bytes += num_received * get_local_tensor(tensor)[:1].nbytes
+                num_rows = int((~torch.isin(sources_E[rows_r], rows_r)).sum())
+                num_bytes += num_rows * get_local_tensor(tensor)[:1].nbytes
     return num_bytes
 
 
