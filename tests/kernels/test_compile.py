@@ -763,16 +763,16 @@ BLOCK_SCALED = {  # instructions, and shared memory of one program
 @pytest.mark.parametrize("compiled", BLOCK_SCALED, indirect=True)
 def test_products_of_blocks(scaling, compiled, tmp_path, request) -> None:
     """Blackwell multiplies values and scales in one instruction."""
-    if VERSION < NVFP4_TRITON and scaling == "nvfp4":
-        pytest.skip("Triton is older than 3.9")
     run_block_scaled(Recipe(scaling=scaling))
     instructions, shared_bytes = BLOCK_SCALED[request.node.callspec.params["compiled"]]
     assert len(compiled) == 6
+    # Triton 3.6 spills where NVFP4 gradients are added.
+    max_spill = 16 if scaling == "nvfp4" and VERSION < NVFP4_TRITON else 0
     for name, kernel in compiled.items():
         assert re.search(instructions[scaling], kernel.asm["ptx"]), name
         assert "cp.async.c" in kernel.asm["ptx"], f"{name} reads byte by byte"
         assert kernel.metadata.shared <= shared_bytes, name
-        assert spilled_bytes(kernel, tmp_path) == 0, name
+        assert spilled_bytes(kernel, tmp_path) <= max_spill, name
 
 
 @pytest.mark.parametrize("per_row", beside([True, False], [True]))

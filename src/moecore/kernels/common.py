@@ -13,7 +13,7 @@ from moecore.kernels.meta import meta_settings, record_launch
 from moecore.kernels.prepared import launch_prepared, make_descriptor, store_launch
 from moecore.kernels.triton_api import HAS_TRITON, INTERPRET, TRITON, gl, gluon
 
-NVFP4_TRITON = (3, 9)  # older releases cannot compile NVFP4
+NVFP4_TRITON = (3, 9)  # Triton 3.6 spills registers of NVFP4 products
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
