@@ -1,7 +1,5 @@
 """The plans of runs near a planned run: the choices of the interactive page of `--html`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product

@@ -6,8 +6,6 @@
 An estimate divides all bytes and all work of the node's run equally among the ranks of a layout.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator

@@ -4,8 +4,6 @@ Bars are SVG. The page embeds the plans of other choices and the script choices.
 them. The page loads no files. Without JavaScript it shows the given plan.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape

@@ -9,8 +9,6 @@ values are left out. Data, tokenizer, steps and learning rate are flags of the c
 are not part of a plan.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args

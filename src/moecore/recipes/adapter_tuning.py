@@ -6,8 +6,6 @@ norm. Its weights therefore equal the weights of a run with only this adapter.
 Legend: N adapters, A micro-batches, B rows of a micro-batch, T tokens of a row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

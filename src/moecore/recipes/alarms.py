@@ -1,7 +1,5 @@
 """Alarms about loss spikes, idle experts, uneven loads and large gradients of a training run."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterator

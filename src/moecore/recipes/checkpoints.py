@@ -5,8 +5,6 @@ this file, such as in a new directory or after `set_latest`, a run begins withou
 memory.
 """
 
-from __future__ import annotations
-
 import uuid
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any

@@ -3,8 +3,6 @@
 Legend: B rows, T tokens of a row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 Legend: n documents, A micro-batches of a step, B rows of one micro-batch, T tokens of a row.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sysconfig

@@ -5,8 +5,6 @@ algorithms in other libraries: cuBLAS, NCCL and Transformer Engine read the envi
 Inductor and FlashAttention read torch's setting.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`moecore evaluate`: the loss of a trained model on documents, by transformers in one process."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ micro-batches: the sum over each micro-batch is divided by the step's number of 
 and chat.py make the examples, finetuning.py has the job, and loop.py the steps.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace

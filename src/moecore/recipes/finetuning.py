@@ -1,7 +1,5 @@
 """One rank's part of `moecore finetune`: the jobs of all objectives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar

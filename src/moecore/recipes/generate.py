@@ -1,7 +1,5 @@
 """`moecore generate`: continues a prompt with a trained model, by transformers in one process."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -9,8 +9,6 @@ See docs/rl.md. grpo_job.py has the job, and loop.py the steps. A run that is st
 same arguments continues from its last checkpoint. RUN_DIR/export is the trained model.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field, fields, replace
 from functools import partial

@@ -17,8 +17,6 @@ a full copy of the sampler, a transformers model with `generate`. The parts of a
 Legend: P prompts of a rank, G completions of each, n = P * G.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import os

@@ -12,8 +12,6 @@ the rank in the earliest phase has not arrived. A rank without a record is stopp
 blocks Python.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import http.client
 import json

@@ -1,7 +1,5 @@
 """CPU affinity of a rank, and garbage collection between steps."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`TrainingJob`: model, data, loss and results of one rank's part of a run."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass

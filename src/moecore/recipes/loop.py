@@ -9,8 +9,6 @@ step, or before a checkpoint. An overflow may be noticed one step later, but is 
 checkpoint.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import multiprocessing

@@ -1,7 +1,5 @@
 """Traces of training steps by torch's profiler: `--profile`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

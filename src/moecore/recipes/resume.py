@@ -1,7 +1,5 @@
 """Continuing a run from its newest checkpoint, and changes of its options since the last start."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 import tomllib

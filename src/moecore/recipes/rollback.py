@@ -10,8 +10,6 @@ the batches of a run whose data never had them:
     again              | 21  24  25       line 20 has "left_out": [[22, 23]]
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Sequence
