@@ -319,8 +319,8 @@ def run_steps(job: CorpusTraining, steps: range) -> tuple[list[Moment], list[Met
     metrics = []
     for step in steps:
         launched.append(train_step(job, step))
-        metrics += [done.read_metrics() for done in launched[-2:-1]]
-    metrics += [done.read_metrics() for done in launched[-1:]]
+        metrics += [done.read_metrics()[0] for done in launched[-2:-1]]
+    metrics += [done.read_metrics()[0] for done in launched[-1:]]
     return [done.ended for done in launched], metrics
 
 

@@ -335,7 +335,7 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
         result=result,
         counts=counts,
         ep=job.meshes.parallel.ep,
-        expert_loads=logs_loads,
+        logs_loads=logs_loads,
         reader=job.reader,
         timer=timer,
         times_RP=times_RP,
@@ -351,7 +351,8 @@ def report_steps(
         launched = queue.popleft()
         step = launched.step
         job.hangs.enter(step, METRICS)
-        metrics, (all_counts, times_RP) = launched.read_metrics(), launched.read_counts_and_times()
+        metrics, loads = launched.read_metrics()
+        all_counts, times_RP = launched.read_counts_and_times()
         job.hangs.enter(step, "")
         if launched.timer is not None:
             job.stragglers.times = launched.timer.read()
@@ -364,7 +365,7 @@ def report_steps(
         metrics |= job.compute_metrics(counts, seconds)
         if report:
             lines = job.stragglers.find_alarms(step, times_RP) if times_RP else []
-            report.log(step, metrics, expert_loads=launched.expert_loads, alarms=lines)
+            report.log(step, metrics, loads, logs_loads=launched.logs_loads, alarms=lines)
         job.spikes.record(step, metrics)
         job.num_nan = 0 if math.isfinite(metrics["loss"]) else job.num_nan + 1
         if job.num_nan == MOST_NAN:
