@@ -40,9 +40,6 @@ from moecore.train.memory.streams import CopyStreams
 class Store(Protocol):
     """Protocol of memory for copies of storages, called by one thread at a time. No host sync."""
 
-    def can_store(self, used_rows: UsedRows | None) -> bool:
-        """Whether this store accepts a storage with these used rows; None = all rows are used."""
-
     def copy_to_store(self, copies: Sequence[StorageCopy]) -> list[StorageCopy]:
         """Start copies of storages to the store; return the copies that the store accepted."""
 
@@ -86,6 +83,8 @@ class SavedStorages:
     `fraction` is the maximum share of saved bytes that is copied, `min_bytes` is the size of the
     smallest copied storage, and `max_host_bytes` limits pinned memory (None = no limit).
     """
+
+    _rows_only = False  # True: only matrices whose used rows are counted are copied
 
     def __init__(
         self, device: torch.device, fraction: float, min_bytes: int, max_host_bytes: int | None
@@ -144,7 +143,7 @@ class SavedStorages:
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
             return None
         rows = find_used_rows(tensor)
-        if not self._store.can_store(rows):
+        if self._rows_only and (rows is None or rows.balanced is None):
             return None
         storage = tensor.untyped_storage()
         if storage.nbytes() < max(self.min_bytes, 1) or tensor.device != self._streams.device:
