@@ -118,11 +118,6 @@ class SavedStorages:
         return self._pool.num_bytes
 
     @property
-    def used_host_bytes(self) -> int:
-        """Bytes of host memory with copies that a backward may still read."""
-        return self._pool.used_bytes
-
-    @property
     def stored_keys(self) -> frozenset[int]:
         """Keys (`StorageWeakRef.cdata`) of the storages that have a copy in the store."""
         return frozenset(key for key, copy in self._copies.items() if copy.piece is not None)
