@@ -10,15 +10,13 @@ A launch keeps its dependencies on launches of its segment and of the two segmen
 same distance. A dependency on an earlier segment becomes one on the newest copy of that segment.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from operator import attrgetter
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 from moecore.parallel.pipeline.layout import Stage
 from moecore.planning.dry_run import ADAMW, DryRun, record_step, record_with_even_loads
@@ -80,7 +78,7 @@ class Segments:
     end: Segment  # clipping and the optimizer
 
     @classmethod
-    def from_step(cls, step: DryRun, sampled_layers: SampledLayers) -> Segments:
+    def from_step(cls, step: DryRun, sampled_layers: SampledLayers) -> Self:
         """Divide a step at its `starts`; the first segment also has all earlier launches."""
         queued, starts = step.queued, step.starts
         passes: dict[tuple[int, Pass, str], list[Segment]] = {}
@@ -210,7 +208,7 @@ class SampledRun(NamedTuple):
     sampled_layers: SampledLayers
 
     @classmethod
-    def from_run(cls, run: TrainingRun) -> SampledRun:
+    def from_run(cls, run: TrainingRun) -> Self:
         """Return the run of sampled layers, without a pipeline, that represents a complete run."""
         # The samples of the last layer's kind are its first two and its last two layers. The
         # samples of another kind are its first layer, and its first layer behind a layer of the

@@ -20,14 +20,12 @@ chat up to that answer, and the loss counts only that answer.
 Legend: T tokens of an example.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, takewhile
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -93,7 +91,7 @@ class Example:
     is_answer_T: Tensor
 
     @property
-    def parts(self) -> tuple[Example, ...]:
+    def parts(self) -> tuple[Self, ...]:
         """The example in a tuple of length 1. `Preference.parts` has length 2."""
         return (self,)
 
@@ -102,9 +100,9 @@ class Example:
         """The number of tokens in the loss, which excludes the first token of the sequence."""
         return int(self.is_answer_T[1:].sum())
 
-    def cut(self, stop: int, *, start: int = 0) -> Example:
+    def cut(self, stop: int, *, start: int = 0) -> Self:
         """Return the example with the tokens [start, stop)."""
-        return Example(self.tokens_T[start:stop], self.is_answer_T[start:stop])
+        return type(self)(self.tokens_T[start:stop], self.is_answer_T[start:stop])
 
 
 def encode_record(record: Any, tokenizer: Any, *, seq_len: int, location: str) -> list[Example]:

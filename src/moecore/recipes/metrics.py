@@ -1,7 +1,5 @@
 """Metrics of a step, and loggers of metrics: TensorBoard, Weights & Biases and MLflow."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json
@@ -14,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -45,7 +43,7 @@ class Moment:
         if self.event is not None:
             self.event.synchronize()
 
-    def seconds_until(self, end: Moment) -> float:
+    def seconds_until(self, end: Self) -> float:
         """Return the seconds from this moment to `end`; the GPU must have completed both."""
         if self.event is None or end.event is None:
             return end.time - self.time

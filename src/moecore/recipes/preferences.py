@@ -7,11 +7,9 @@ a completion is the text after the longest common prefix of the tokens of the pr
 prompt with each completion.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -42,9 +40,9 @@ class Preference:
         """The number of tokens of the shorter completion; 0 = the pair cannot be used."""
         return min(part.num_answers for part in self.parts)
 
-    def cut(self, seq_len: int) -> Preference:
+    def cut(self, seq_len: int) -> Self:
         """Return the pair with the first `seq_len` tokens of both sequences."""
-        return Preference(self.preferred.cut(seq_len), self.rejected.cut(seq_len))
+        return type(self)(self.preferred.cut(seq_len), self.rejected.cut(seq_len))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ class UnpairedPreference:
         """The number of tokens of the completion in the sequence."""
         return self.sequence.num_answers
 
-    def cut(self, seq_len: int) -> UnpairedPreference:
+    def cut(self, seq_len: int) -> Self:
         """Return the example with the first `seq_len` tokens of the sequence."""
         return replace(self, sequence=self.sequence.cut(seq_len))
 

@@ -4,8 +4,6 @@ tqdm, TensorBoard and matplotlib are optional: the names of missing packages are
 and MLflow are options.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import math
@@ -17,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 from moecore.io.checkpoint.directory import CHECKPOINTS
 from moecore.recipes.alarms import Alarms
@@ -118,7 +116,7 @@ class RunReport:
             numbers = ", ".join(f"{name} {value}" for name, value in postfix.items())
             print(f"step {step} of {self.steps}: {numbers}", flush=True)
 
-    def __enter__(self) -> RunReport:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:

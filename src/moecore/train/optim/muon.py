@@ -13,13 +13,11 @@ With `beta2` owners also divide each output by its root mean square (`output_mea
 Source: https://kellerjordan.github.io/posts/muon; scale and weight decay, arXiv:2502.16982.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -65,7 +63,7 @@ class MuonOptions(CheckedRecord):
     beta2: Momentum | None = None
 
     @classmethod
-    def from_group(cls, param_group: dict[str, Any]) -> MuonOptions:
+    def from_group(cls, param_group: dict[str, Any]) -> Self:
         """Return the current options of a param group; ValueError if one is out of range."""
         options = {f.name: param_group[f.name] for f in fields(cls) if f.name in param_group}
         options["ns_coefficients"] = tuple(options["ns_coefficients"])
