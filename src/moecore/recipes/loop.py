@@ -30,12 +30,6 @@ from moecore.io import Saver
 from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.parallel.mesh import start_process_group
 from moecore.planning.options import DEGREES
-from moecore.recipes.checkpoints import (
-    clear_memory,
-    get_checkpoint_dir,
-    open_memory_saver,
-    read_latest_step,
-)
 from moecore.recipes.determinism import check_deterministic, use_deterministic_algorithms
 from moecore.recipes.errors import (
     ARGUMENT_ERRORS,
@@ -60,7 +54,14 @@ from moecore.recipes.metrics import LaunchedStep, Moment, measure_peak_memory
 from moecore.recipes.options import RunConfig
 from moecore.recipes.profiling import check_profile, trace_steps
 from moecore.recipes.report import RunReport, make_run_dir
-from moecore.recipes.resume import describe_continuation, save_config
+from moecore.recipes.resume import (
+    clear_memory,
+    describe_continuation,
+    get_checkpoint_dir,
+    open_memory_saver,
+    read_latest_step,
+    save_config,
+)
 from moecore.recipes.rollback import ROLLED_BACK, check_rollback, roll_back
 from moecore.recipes.schedule import is_due
 from moecore.recipes.stragglers import COMPUTE, DATA, OPTIMIZER, PhaseTimer

@@ -103,9 +103,9 @@ class RunReport:
         self.wall_time.save(is_forced=step == self.steps)
         lists = {f"expert_loads/{name}": [round(x, 3) for x in y] for name, y in loads.items()}
         self.file.write(json.dumps({"step": step, **metrics, **lists}).encode() + b"\n")
-        numbers = {f"expert_load/{n}/{e}": x for n, y in loads.items() for e, x in enumerate(y)}
+        flat = {f"expert_load/{n}/{e}": x for n, y in loads.items() for e, x in enumerate(y)}
         for logger in self.loggers:
-            logger.log(metrics | numbers, step)
+            logger.log(metrics | flat, step)
         entries = [entry for entry in BAR_METRICS if entry[0] in metrics]
         postfix = {label: format(metrics[name], spec) for name, label, spec in entries}
         if self.bar is not None:

@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 
 from moecore.io.checkpoint.ranks import run_on_first_rank
-from moecore.recipes.checkpoints import read_latest_step
 from moecore.recipes.errors import DivergedError
 from moecore.recipes.files import replace_lines
 from moecore.recipes.metrics import Metrics
 from moecore.recipes.options import RunConfig
 from moecore.recipes.report import METRICS, read_metrics
+from moecore.recipes.resume import read_latest_step
 from moecore.train.spikes import SpikeLimit, SpikeOptions
 
 LEFT_OUT = "left_out"  # in metrics.jsonl: first and last batch of each rollback to this step
