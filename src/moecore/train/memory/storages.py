@@ -11,8 +11,6 @@ parts of blocks begin and end:
     _process_deletions    handles were deleted        -> copies of the next groups back start
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections import deque
@@ -60,7 +58,7 @@ class _OffloadedTensor:
 
     __slots__ = ("_dtype", "_offset", "_shape", "_storages", "_stride", "_use")
 
-    def __init__(self, storages: SavedStorages, storage_use: StorageUse, tensor: Tensor) -> None:
+    def __init__(self, storages: "SavedStorages", storage_use: StorageUse, tensor: Tensor) -> None:
         self._storages, self._use = storages, storage_use
         self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
         self._offset = tensor.storage_offset()
