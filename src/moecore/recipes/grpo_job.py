@@ -33,7 +33,6 @@ from torch import Tensor
 from moecore.base.fields import CheckedRecord, Count, Positive
 from moecore.base.progress import track_progress
 from moecore.io.hf.stream import WeightStream
-from moecore.packing import PackedBatchSampler
 from moecore.packing.corpus.files import shorten_text
 from moecore.recipes.chat import find_borders, is_chat
 from moecore.recipes.data import Steps, make_generator
@@ -135,16 +134,6 @@ def read_prompts(
     if not prompts:
         raise ValueError(f"--data ({' '.join(map(str, files))}) must have a prompt: add rows")
     return prompts
-
-
-def make_prompt_steps(
-    prompts: Sequence[Prompt], *, rows: int, data_rank: int, data_ranks: int, seed: int
-) -> Steps[list[Prompt]]:
-    """Return this rank's reader of up to `rows` prompts per step; an epoch has each prompt once."""
-    sampler = PackedBatchSampler(
-        [1] * len(prompts), 1, rows=rows, data_rank=data_rank, data_ranks=data_ranks, seed=seed
-    )
-    return Steps(sampler, lambda numbers: [prompts[number] for number in numbers])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ a completion is the text after the longest common prefix of the tokens of the pr
 prompt with each completion.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from moecore.base.fields import quote
-from moecore.packing import PackedBatchSampler
 from moecore.packing.corpus.files import shorten_text
 from moecore.recipes.chat import Example, count_common_prefix, find_borders, is_chat
-from moecore.recipes.data import BatchShape, Steps
 from moecore.recipes.rows import ColumnNames, DatasetOptions, Row, normalize_message, parse_tools
 from moecore.rl import Rollouts
 
@@ -129,28 +127,6 @@ def _make_rollouts(parts: Sequence[Example]) -> Rollouts:
         cu_seqlens=lengths.cumsum(0),
         response_mask_N=torch.cat([no_tokens, *(p.is_answer_T for p in parts)]).bool(),
     )
-
-
-def make_preference_steps(
-    examples: Sequence[Any],
-    shape: BatchShape,
-    *,
-    make_batch: Callable[[Sequence[Any], int], Any],
-    seed: int | None,
-    data_rank: int,
-) -> Steps[Any]:
-    """Return this data rank's reader of `make_batch` batches; `seed` None = no shuffle."""
-    sampler = PackedBatchSampler(
-        [1] * len(examples),
-        1,
-        rows=shape.grad_accum * shape.batch_size,
-        data_rank=data_rank,
-        data_ranks=shape.data_ranks,
-        seed=seed or 0,
-        shuffle=seed is not None,
-    )
-
-    return Steps(sampler, lambda numbers: make_batch([examples[i] for i in numbers], shape.seq_len))
 
 
 def encode_preference(
