@@ -79,6 +79,17 @@ def find_borders(tokenizer: Any) -> BorderTokens:
     raise ValueError("must add special tokens before and after a text, not change its own tokens")
 
 
+def tokenize_prompt(tokenizer: Any, prompt: Any, tools: Any = None) -> list[int]:
+    """Return the token ids of a text, or of messages up to the beginning of an answer."""
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        return find_borders(tokenizer).make_prompt(ids)
+    chat_ids: list[int] = tokenizer.apply_chat_template(
+        prompt, tools=tools, add_generation_prompt=True, return_dict=True
+    )["input_ids"]
+    return chat_ids
+
+
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]
 

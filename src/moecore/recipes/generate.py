@@ -30,6 +30,7 @@ from moecore.io.checkpoint.ranks import is_first_rank
 from moecore.io.hf.convert import native_to_hf
 from moecore.models import Decoder, DecoderConfig
 from moecore.packing.corpus.files import shorten_text
+from moecore.recipes.chat import tokenize_prompt
 from moecore.recipes.corpora import BYTES, SourceOptions, Tokenizer, open_source
 from moecore.recipes.files import find_config, parse_step_line, read_lines, replace_lines
 from moecore.recipes.hf_model import copy_files, has_tokenizer
@@ -175,14 +176,9 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, *, is_chat: bool) -> list[i
     try:
         if tokenizer.borders is None:  # tokens are bytes
             ids = list(prompt.encode())
-        elif is_chat:
-            chat = [{"role": "user", "content": prompt}]
-            hf = tokenizer.hf
-            text = hf.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-            ids = hf(text, add_special_tokens=False)["input_ids"]
         else:
-            ids = tokenizer.hf(prompt, add_special_tokens=False)["input_ids"]
-            ids = tokenizer.borders.make_prompt(ids)
+            chat = [{"role": "user", "content": prompt}]
+            ids = tokenize_prompt(tokenizer.hf, chat if is_chat else prompt)
     except Exception as error:  # of any kind: a template is code
         part = "chat template" if is_chat else "tokenizer"
         raise ValueError(

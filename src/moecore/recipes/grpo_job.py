@@ -34,7 +34,7 @@ from moecore.base.fields import CheckedRecord, Count, Positive
 from moecore.base.progress import track_progress
 from moecore.io.hf.stream import WeightStream
 from moecore.packing.corpus.files import shorten_text
-from moecore.recipes.chat import find_borders, is_chat
+from moecore.recipes.chat import is_chat, tokenize_prompt
 from moecore.recipes.data import Steps, make_generator
 from moecore.recipes.errors import RewardError
 from moecore.recipes.hf_model import export_run
@@ -113,14 +113,7 @@ def read_prompts(
                 "columns.prompt"
             )
         try:
-            if isinstance(prompt, str):
-                ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-                ids = find_borders(tokenizer).make_prompt(ids)
-            else:
-                tools = parse_tools(names.rename_columns(content))
-                ids = tokenizer.apply_chat_template(
-                    prompt, tools=tools, add_generation_prompt=True, return_dict=True
-                )["input_ids"]
+            ids = tokenize_prompt(tokenizer, prompt, parse_tools(names.rename_columns(content)))
         except Exception as error:  # of any kind: a template is code
             raise ValueError(
                 f"{row.location} must fit the tokenizer of --model: {shorten_text(error)}"
