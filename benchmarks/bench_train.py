@@ -65,9 +65,9 @@ from moecore.recipes import train
 from moecore.recipes.corpus_training import CorpusTraining
 from moecore.recipes.data import BatchShape
 from moecore.recipes.errors import ARGUMENT_ERRORS, RUN_ERRORS, print_rank_error, print_run_error
-from moecore.recipes.host import bind_to_gpu, disable_garbage_collection
 from moecore.recipes.loop import open_report, print_on_rank_0, report_steps, train_step
 from moecore.recipes.metrics import LaunchedStep, Metrics, Moment
+from moecore.recipes.process import bind_to_gpu, disable_garbage_collection
 from moecore.recipes.train import TrainConfig
 
 CEILING_SIDE = 8192

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moecore.planning.report import report_trace
-from moecore.recipes import alarms, profiling
+from moecore.recipes import alarms, process
 
 LAYER = "model.layers.0.mlp"
 RUN = (
@@ -133,7 +133,7 @@ def test_the_first_gradients_say_that_rate_or_weights_are_wrong() -> None:
 def test_a_run_is_traced_and_warned_of(train, tmp_path, monkeypatch, capsys) -> None:
     """A learning rate that breaks the model, and experts that are idle after one step."""
     monkeypatch.setattr(alarms, "IDLE_STEPS", 1)
-    monkeypatch.setattr(profiling, "SETTLING", 2)
+    monkeypatch.setattr(process, "SETTLING", 2)
     words = f"{RUN} --steps 5 --lr 1e30 --profile 2 --expert-loads-every 1 --checkpoint-every 0"
     assert train.run_rank(train.parse_arguments([*words.split(), "--run-dir", str(tmp_path)])) == 0
     said = capsys.readouterr()

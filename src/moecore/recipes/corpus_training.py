@@ -20,7 +20,7 @@ from moecore.recipes.decoder_config import export_config
 from moecore.recipes.generate import write_samples
 from moecore.recipes.hf_model import write_export
 from moecore.recipes.job import TextTraining, average_losses
-from moecore.recipes.loop import describe_ranks, describe_start, print_on_rank_0
+from moecore.recipes.loop import print_on_rank_0
 from moecore.recipes.metrics import Metrics, compute_padding_and_mfu
 from moecore.recipes.report import EXPORT, SAMPLES
 from moecore.recipes.schedule import is_due
@@ -39,8 +39,8 @@ class CorpusTraining(TextTraining):
 
     def print_start(self) -> None:
         """Print the model, the ranks and the data of the run."""
-        args, ranks = self.args, describe_ranks(self, get_dispatcher_name(self.model))
-        begin, name = describe_start(self, "from scratch"), args.hf_config or args.preset
+        args, ranks = self.args, self.describe_ranks(get_dispatcher_name(self.model))
+        begin, name = self.describe_start("from scratch"), args.hf_config or args.preset
         data = "random tokens" if args.tokens == "random" else f"{len(args.data)} source(s)"
         print_on_rank_0(f"training {name} {begin} to step {args.steps} on {ranks}: {data}")
 

@@ -21,7 +21,7 @@ from moecore.recipes.data import StepBatch, Steps
 from moecore.recipes.examples import Examples, encode_row
 from moecore.recipes.hf_model import export_run, make_causal_lm_inputs, make_scored_inputs
 from moecore.recipes.job import TextTraining
-from moecore.recipes.loop import describe_ranks, describe_start, print_on_rank_0
+from moecore.recipes.loop import print_on_rank_0
 from moecore.recipes.metrics import Metrics, compute_padding_and_mfu
 from moecore.recipes.preferences import (
     encode_preference,
@@ -56,7 +56,7 @@ class FineTuning(TextTraining):
 
     def print_start(self) -> None:
         """Print data, model and ranks, and the evaluation loss before the first step."""
-        args, begin = self.args, describe_start(self, "from its weights")
+        args, begin = self.args, self.describe_start("from its weights")
         data = f"{len(self.examples)} examples" + ("" if self.packs else ", not packed")
         notes = {
             "held out": len(self.held_out),
@@ -66,7 +66,7 @@ class FineTuning(TextTraining):
         data += "".join(f", {count} {label}" for label, count in notes.items() if count)
         print_on_rank_0(f"data: {self.data.report}")
         print_on_rank_0(
-            f"fine-tuning {args.model} {begin} to step {args.steps} on {describe_ranks(self)}: "
+            f"fine-tuning {args.model} {begin} to step {args.steps} on {self.describe_ranks()}: "
             f"{data}"
         )
         before = self.evaluate() if self.start == 0 else {}

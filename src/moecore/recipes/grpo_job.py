@@ -39,7 +39,7 @@ from moecore.recipes.data import Steps, make_generator
 from moecore.recipes.errors import RewardError
 from moecore.recipes.hf_model import export_run
 from moecore.recipes.job import TrainingJob
-from moecore.recipes.loop import describe_ranks, describe_start, print_on_rank_0
+from moecore.recipes.loop import print_on_rank_0
 from moecore.recipes.metrics import Metrics
 from moecore.recipes.rows import ColumnNames, DatasetOptions, parse_tools, read_rows
 from moecore.rl import GRPO, Engine, Rollouts, group_advantages
@@ -189,9 +189,9 @@ class Reinforcement(TrainingJob[Samples]):
     def print_start(self) -> None:
         """Print the model, the ranks and the data of the run."""
         prompts, group = self.args.batch_size, self.sampling.group
-        progress = f"{describe_start(self, 'from its weights')} to step {self.args.steps}"
+        progress = f"{self.describe_start('from its weights')} to step {self.args.steps}"
         print_on_rank_0(
-            f"GRPO of {self.args.model} {progress} on {describe_ranks(self)}: {group} completions "
+            f"GRPO of {self.args.model} {progress} on {self.describe_ranks()}: {group} completions "
             f"of each of {prompts} prompts per data rank"
         )
 

@@ -15,6 +15,7 @@ from moecore.base.streams import copy_to_device
 from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.parallel.mesh import Meshes
+from moecore.planning.options import DEGREES
 from moecore.recipes.data import BatchShape, GraphedStep, StepBatch
 from moecore.recipes.errors import SAVES_MEMORY
 from moecore.recipes.hangs import HangWatch
@@ -94,6 +95,17 @@ class TrainingJob(ABC, Generic[BatchT]):
     def list_clip_groups(self) -> list[list[nn.Parameter]] | None:
         """Return the `clip_groups` of the `TrainStep`."""
         return None
+
+    def describe_ranks(self, *notes: str) -> str:
+        """Return text: number of ranks, device, parallel degrees above 1, and `notes`."""
+        p = self.meshes.parallel
+        degrees = " ".join(f"{d}={getattr(p, d)}" for d in DEGREES if getattr(p, d) > 1)
+        details = ", ".join([degrees or "no sharding", *notes])
+        return f"{dist.get_world_size()} {self.device.type} ranks ({details})"
+
+    def describe_start(self, new_run_text: str) -> str:
+        """Return text that names the step from which a run continues; `new_run_text` if new."""
+        return f"from step {self.start}" if self.start else new_run_text
 
     @abstractmethod
     def print_start(self) -> None:

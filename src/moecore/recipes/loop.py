@@ -29,8 +29,6 @@ from moecore.base.streams import copy_to_device
 from moecore.io import Saver
 from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.parallel.mesh import start_process_group
-from moecore.planning.options import DEGREES
-from moecore.recipes.determinism import check_deterministic, use_deterministic_algorithms
 from moecore.recipes.errors import (
     ARGUMENT_ERRORS,
     RUN_ERRORS,
@@ -41,7 +39,6 @@ from moecore.recipes.errors import (
     silence_background_errors,
 )
 from moecore.recipes.hangs import METRICS, PEERS
-from moecore.recipes.host import bind_to_gpu, collect_garbage, disable_garbage_collection
 from moecore.recipes.job import TrainingJob
 from moecore.recipes.launch import (
     check_environment,
@@ -52,7 +49,15 @@ from moecore.recipes.launch import (
 )
 from moecore.recipes.metrics import LaunchedStep, Moment, measure_peak_memory
 from moecore.recipes.options import RunConfig
-from moecore.recipes.profiling import check_profile, trace_steps
+from moecore.recipes.process import (
+    bind_to_gpu,
+    check_deterministic,
+    check_profile,
+    collect_garbage,
+    disable_garbage_collection,
+    trace_steps,
+    use_deterministic_algorithms,
+)
 from moecore.recipes.report import RunReport, make_run_dir
 from moecore.recipes.resume import (
     clear_memory,
@@ -374,19 +379,6 @@ def report_steps(
                 f"loss ({metrics['loss']}) of step {step} and of the {MOST_NAN - 1} before it "
                 "must be finite: lower --lr, or start again from a checkpoint before them"
             )
-
-
-def describe_ranks(job: TrainingJob[Any], *notes: str) -> str:
-    """Return text: number of ranks, device, parallel degrees above 1, and `notes`."""
-    p = job.meshes.parallel
-    degrees = " ".join(f"{d}={getattr(p, d)}" for d in DEGREES if getattr(p, d) > 1)
-    details = ", ".join([degrees or "no sharding", *notes])
-    return f"{dist.get_world_size()} {job.device.type} ranks ({details})"
-
-
-def describe_start(job: TrainingJob[Any], new_run_text: str) -> str:
-    """Return text that names the step from which a run continues; `new_run_text` if new."""
-    return f"from step {job.start}" if job.start else new_run_text
 
 
 def print_on_rank_0(line: str) -> None:
