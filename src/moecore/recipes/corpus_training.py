@@ -59,8 +59,9 @@ class CorpusTraining(TextTraining):
         inputs, names = [], ("tokens_BT", "labels_BT", "padding_mask_BT", "cu_seqlens")
         for tensors in micro_batches:
             arguments: dict[str, Any] = dict(zip(names, tensors, strict=False))
-            packed = {"max_seqlen": self.args.seq_len} if "cu_seqlens" in arguments else {}
-            inputs.append(arguments | packed | {"num_tokens": num_labels})
+            if "cu_seqlens" in arguments:
+                arguments["max_seqlen"] = self.args.seq_len
+            inputs.append(arguments | {"num_tokens": num_labels})
         return inputs
 
     def compute_metrics(self, counts: list[int], seconds: float) -> Metrics:

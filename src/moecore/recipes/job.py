@@ -220,8 +220,8 @@ class TextTraining(TrainingJob[StepBatch | ScheduledBatch]):
 
     def sum_losses(self, batch: StepBatch | ScheduledBatch) -> Tensor:
         """Return this rank's part of the sum of losses over a batch's labels, 0-dim."""
-        one = torch.ones((), dtype=torch.int64, device=self.device)
-        loss = self.run_batch(self.owner.compute_losses, one, batch)
+        divisor = torch.ones((), dtype=torch.int64, device=self.device)
+        loss = self.run_batch(self.owner.compute_losses, divisor, batch)
         return loss * batch.num_labels if isinstance(batch, ScheduledBatch) else loss
 
 
