@@ -65,9 +65,9 @@ from moecore.recipes import train
 from moecore.recipes.corpus_training import CorpusTraining
 from moecore.recipes.data import BatchShape
 from moecore.recipes.errors import ARGUMENT_ERRORS, RUN_ERRORS, print_rank_error, print_run_error
-from moecore.recipes.host import bind_to_gpu, disable_garbage_collection
 from moecore.recipes.loop import open_report, print_on_rank_0, report_steps, train_step
 from moecore.recipes.metrics import LaunchedStep, Metrics, Moment
+from moecore.recipes.process import bind_to_gpu, disable_garbage_collection
 from moecore.recipes.train import TrainConfig
 
 CEILING_SIDE = 8192
@@ -319,8 +319,8 @@ def run_steps(job: CorpusTraining, steps: range) -> tuple[list[Moment], list[Met
     metrics = []
     for step in steps:
         launched.append(train_step(job, step))
-        metrics += [done.read_metrics() for done in launched[-2:-1]]
-    metrics += [done.read_metrics() for done in launched[-1:]]
+        metrics += [done.read_metrics()[0] for done in launched[-2:-1]]
+    metrics += [done.read_metrics()[0] for done in launched[-1:]]
     return [done.ended for done in launched], metrics
 
 

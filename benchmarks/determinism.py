@@ -56,12 +56,12 @@ from moecore.models.size import num_params
 from moecore.planning.options import Sharding
 from moecore.recipes import finetune, loop, tiny_model, train
 from moecore.recipes.corpus_training import get_dispatcher_name
-from moecore.recipes.determinism import use_deterministic_algorithms
 from moecore.recipes.finetune import FinetuneConfig
 from moecore.recipes.generate import SampleOptions
 from moecore.recipes.launch import exit_rank, launch
 from moecore.recipes.metrics import LoggerOptions
 from moecore.recipes.optimizer import OptimizerConfig
+from moecore.recipes.process import use_deterministic_algorithms
 from moecore.recipes.train import TrainConfig
 
 Row = dict[str, Any]

@@ -105,7 +105,7 @@ ADAMW = ("lr", "betas", "eps", "weight_decay", "moment_dtype")
 ELSEWHERE = {(optimizer, name) for optimizer in ("AdamW", "HostAdamW") for name in ADAMW}
 # Types that an annotation may name for each hostile value: with one of them it may be taken.
 WRONG: list[tuple[Any, str]] = [
-    (None, "None|Any|object"),
+    (None, "None|Optional|Any|object"),
     ("no such", "str|HFConfig|Any|object"),
     (b"no", "Any|object"),
     (1.5, "float|Positive|PositiveOrZero|MaxNorm|Any|object"),

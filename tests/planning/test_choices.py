@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from moecore.cli import main
-from moecore.planning.choices import TOO_LARGE
+from moecore.planning.html import TOO_LARGE
 
 MODEL = ["plan", "--preset", "tiny", "--gpus", "4"]
 
@@ -70,7 +70,7 @@ def test_invalid_choices_are_absent(tmp_path: Path) -> None:
 def test_choices_that_do_not_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moecore.planning.choices.SCALES", (0.5, 1, 2))
+    monkeypatch.setattr("moecore.planning.html.SCALES", (0.5, 1, 2))
     gpu = tmp_path / "gpu.toml"
     run = ["--ep", "2", "--seq-len", "1024", "--batch-size", "2", "--gpu-spec", str(gpu)]
     gpu.write_text('like = "h100-80"\n')

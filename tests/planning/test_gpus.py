@@ -125,7 +125,7 @@ class Bars(HTMLParser):
 @pytest.fixture
 def few_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of plans have choices of recompute only, which test_choices.py has in full."""
-    monkeypatch.setattr("moecore.planning.choices.SCALES", (1,))
+    monkeypatch.setattr("moecore.planning.html.SCALES", (1,))
 
 
 @pytest.mark.usefixtures("few_choices")

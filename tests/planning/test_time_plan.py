@@ -83,7 +83,7 @@ def test_few_layers_stand_for_all(case: str) -> None:
 
 def test_segments_in_their_own_order_are_the_step() -> None:
     step = dry_run(replace(DEEP, model=replace(QWEN, num_layers=4), num_micro_batches=2))
-    segments = Segments.from_recording(step.queued, step.starts, {})
+    segments = Segments.from_step(step, {})
     found = sorted(
         (p for ps in segments.passes.values() for p in ps), key=lambda p: p.launches.start
     )

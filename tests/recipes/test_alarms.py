@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moecore.planning.report import report_trace
-from moecore.recipes import alarms, profiling
+from moecore.recipes import alarms, process
 
 LAYER = "model.layers.0.mlp"
 RUN = (
@@ -18,10 +18,13 @@ RUN = (
 )
 
 
-def lines_of(metrics: list[dict[str, float]]) -> dict[int, list[str]]:
-    """Return the lines by step, of steps with any."""
+def lines_of(
+    metrics: list[dict[str, float]], loads: list[dict[str, list[float]]] | None = None
+) -> dict[int, list[str]]:
+    """Return the lines by step, of steps with any; `loads` None = no MoE layers."""
     watched = alarms.Alarms()
-    found = {step: watched.find_alarms(step, one) for step, one in enumerate(metrics, start=1)}
+    pairs = enumerate(zip(metrics, loads or [{}] * len(metrics), strict=True), start=1)
+    found = {step: watched.find_alarms(step, *pair) for step, pair in pairs}
     return {step: lines for step, lines in found.items() if lines}
 
 
@@ -53,16 +56,8 @@ def test_losses_that_fall_raise_no_alarm() -> None:
 
 
 def test_experts_without_tokens_are_named_once() -> None:
-    def loads(step: int) -> dict[str, float]:
-        idle = {f"expert_load/b/{e}": float(step in (150, 160)) for e in range(12)}
-        return {
-            "loss": 1.0,
-            "expert_load/a": 2.0,
-            "expert_load/a/0": 1.0,
-            "expert_load/b": 9.0,
-        } | idle
-
-    found = lines_of([loads(step) for step in range(1, 300)])
+    loads = [{"a": [1.0], "b": [float(step in (150, 160))] * 12} for step in range(1, 300)]
+    found = lines_of([{"loss": 1.0}] * len(loads), loads)
     names = "0, 1, 2, 3, 4, 5, 6, 7 and 4 more of b"
     line = f"no token of 100 steps has chosen experts {names}"
     assert found == {n: [f"alarm at step {n}: {line}"] for n in (100, 260)}
@@ -83,14 +78,9 @@ def test_a_gradient_that_is_not_finite_was_skipped() -> None:
     assert lines_of(spikes) == {2: [f"alarm at step 2: {line}"]}
 
 
-def loads_of(shares: dict[str, list[float]]) -> dict[str, float]:
-    """Return the metrics of a step in which experts have these shares of the choices."""
-    metrics = {"loss": 1.0}
-    for layer, of_E in shares.items():
-        loads = [share * len(of_E) for share in of_E]
-        metrics |= {f"expert_load/{layer}": max(loads)}
-        metrics |= {f"expert_load/{layer}/{e}": load for e, load in enumerate(loads)}
-    return metrics
+def loads_of(shares: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Return the loads of a step in which experts have these shares of the choices."""
+    return {layer: [share * len(of_E) for share in of_E] for layer, of_E in shares.items()}
 
 
 def test_loads_that_collapse_are_one_line() -> None:
@@ -102,7 +92,7 @@ def test_loads_that_collapse_are_one_line() -> None:
         "expert 1 has 15.0% of the choices of 20 steps, 4.8 times the mean: raise [balance] "
         "global_batch_coef, lower --lr or lengthen the warm-up"
     )
-    assert lines_of(steps) == {
+    assert lines_of([{"loss": 1.0}] * len(steps), steps) == {
         20: [f"alarm at step 20: loads of 2 layers, most of all b, have collapsed: {line}"],
         120: [f"alarm at step 120: loads of b have collapsed: {line}"],
     }
@@ -117,8 +107,8 @@ def test_loads_of_a_run_that_trains_raise_no_alarm(num_choices: int, sigma: floa
     for _ in range(100):
         chosen = noise.choices(range(64), weights, k=num_choices)
         steps.append(loads_of({"a": [chosen.count(e) / num_choices for e in range(64)]}))
-    busiest = max(step["expert_load/a"] for step in steps)
-    assert busiest > 3 and lines_of(steps) == {}
+    busiest = max(max(step["a"]) for step in steps)
+    assert busiest > 3 and lines_of([{"loss": 1.0}] * len(steps), steps) == {}
 
 
 def test_the_first_gradients_say_that_rate_or_weights_are_wrong() -> None:
@@ -137,13 +127,13 @@ def test_the_first_gradients_say_that_rate_or_weights_are_wrong() -> None:
     ((said,),) = lines_of([{"loss": 11.0, "grad_norm": 412.0}] * 3).values()
     assert said.startswith(f"alarm at step 1: {line}")
     late = alarms.Alarms()  # of a run that is started again behind its first steps
-    assert late.find_alarms(21, {"loss": 3.0, "grad_norm": 500.0}) == []
+    assert late.find_alarms(21, {"loss": 3.0, "grad_norm": 500.0}, {}) == []
 
 
 def test_a_run_is_traced_and_warned_of(train, tmp_path, monkeypatch, capsys) -> None:
     """A learning rate that breaks the model, and experts that are idle after one step."""
     monkeypatch.setattr(alarms, "IDLE_STEPS", 1)
-    monkeypatch.setattr(profiling, "SETTLING", 2)
+    monkeypatch.setattr(process, "SETTLING", 2)
     words = f"{RUN} --steps 5 --lr 1e30 --profile 2 --expert-loads-every 1 --checkpoint-every 0"
     assert train.run_rank(train.parse_arguments([*words.split(), "--run-dir", str(tmp_path)])) == 0
     said = capsys.readouterr()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moecore.models import Decoder, preset
-from moecore.recipes.determinism import (
+from moecore.recipes.process import (
     ENVIRONMENT,
     check_deterministic,
     use_deterministic_algorithms,

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -36,7 +36,7 @@ from moecore.parallel.model.parallel_state import get_parallel_state
 from moecore.planning.recipe import format_recipe
 from moecore.planning.run import OptimizerOptions, TrainingRun
 from moecore.planning.transformers import TransformersModel
-from moecore.recipes import finetuning, hf_model, optimizer
+from moecore.recipes import hf_model, optimizer
 from tests.families.transformers.family_models import tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.recipes.graph_stand_in import GraphStandIn
@@ -439,7 +439,8 @@ def test_padding_is_routed_in_no_kind_of_layer(family: str, finetune: ModuleType
     examples = [
         Example(torch.randint(52, 61, (n,)).int(), torch.arange(n) % 3 > 0) for n in (10, 6)
     ]
-    job = SimpleNamespace(packs=packs, device=torch.device("cpu"))
+    job = finetune.FineTuning.__new__(finetune.FineTuning)
+    job.packs, job.device = packs, torch.device("cpu")
 
     def run(groups: list[list[Any]], rows: int, tokens: int) -> Any:
         step, total = TrainStep(model, num_micro_batches=len(groups)), 0.0
@@ -447,7 +448,7 @@ def test_padding_is_routed_in_no_kind_of_layer(family: str, finetune: ModuleType
         where = {"seed": None, "data_rank": 0, "packs": packs}
         for group in groups:
             batch = make_packed_steps(group, shape, **where).next_batch()
-            for parts in finetuning.iterate_micro_batches(job, batch):
+            for parts in job.iterate_micro_batches(batch):
                 with step.micro_batch():
                     loss = model(**hf_model.make_causal_lm_inputs(torch.tensor(3), *parts)).loss
                     loss.backward()

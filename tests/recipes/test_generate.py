@@ -11,7 +11,7 @@ import torch
 
 from moecore.cli import main
 from moecore.io.hf.convert import hf_to_native
-from moecore.recipes import evaluate, generate, tiny_model
+from moecore.recipes import generate, tiny_model
 
 transformers = pytest.importorskip("transformers", minversion="5", reason="the commands use it")
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "head_dim": 8, "moe_intermediate_size": 16}
@@ -82,11 +82,11 @@ def test_a_run_its_checkpoints_and_one_checkpoint_are_the_model(tiny, tmp_path, 
 
 def test_documents_are_cut_and_limited() -> None:
     source = SimpleNamespace(documents=["abcd", "a", "ab", "abc"], tokenize=str.encode)
-    assert [ids.tolist() for ids in evaluate.iterate_documents(source, 3, 3)] == [
+    assert [ids.tolist() for ids in generate.iterate_documents(source, 3, 3)] == [
         [[97, 98, 99]],
         [[97, 98]],
     ]
-    assert len(list(evaluate.iterate_documents(source, 3, None))) == 3
+    assert len(list(generate.iterate_documents(source, 3, None))) == 3
 
 
 @torch.no_grad()

@@ -1,11 +1,11 @@
 from itertools import pairwise
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from moecore.models import Decoder, flops_per_token
-from moecore.recipes.corpus_training import make_decoder_inputs
+from moecore.recipes.corpus_training import CorpusTraining
 from moecore.recipes.data import BatchShape, PackedSteps
 from moecore.recipes.metrics import compute_flops
 
@@ -35,7 +35,9 @@ def test_the_loss_of_packed_rows_is_that_of_documents(train: ModuleType) -> None
     config = train.parse_arguments(["--aux-loss", "0"]).make_decoder_config()
     model = Decoder(config)
     model.init_weights(0)
-    inputs = make_decoder_inputs(batch.num_labels, batch.list_tensors(), 16)
+    job: Any = SimpleNamespace(args=SimpleNamespace(seq_len=16))
+    rows = zip(*batch.list_tensors(), strict=True)
+    inputs = CorpusTraining.make_inputs(job, batch.num_labels, rows)
     loss = sum(model(**of_one) for of_one in inputs)
     total, lengths = 0.0, []
     parts = (batch.tokens_ABT, batch.padding_ABT, batch.cu_seqlens_An)

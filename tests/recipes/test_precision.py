@@ -29,7 +29,7 @@ def test_experts_and_projections_get_the_recipe(train, tmp_path, scaling) -> Non
     recipe = Recipe(scaling=scaling) if scaling else None
     assert sparse.mlp.get_part("experts").recipe == recipe
     assert any(list_quantised_linears(dense)) == (scaling is not None)
-    assert torch.tensor(train_step(job, 1).read_metrics()["loss"]).isfinite()
+    assert torch.tensor(train_step(job, 1).read_metrics()[0]["loss"]).isfinite()
 
 
 def test_fp16_goes_on_with_its_loss_scale(train: ModuleType, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import torch
 from moecore.models import flops_per_token
 from moecore.recipes import report
 from moecore.recipes.generate import read_samples
-from moecore.recipes.report import pack_loads
 from moecore.recipes.train import TrainConfig
 
 ARGUMENTS = (
@@ -51,6 +50,23 @@ def run(train: ModuleType, run_dir: Path, arguments: str) -> int:
     return train.run_rank(train.parse_arguments([*words.split(), "--run-dir", str(run_dir)]))
 
 
+def unpack_loads(line: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics of a line, with a number in place of each entry of a list."""
+    numbers = {name: value for name, value in line.items() if not isinstance(value, list)}
+    del numbers["step"]
+    lists = {name: value for name, value in line.items() if isinstance(value, list)}
+    for name, loads_E in lists.items():
+        layer = name.removeprefix("expert_loads/")
+        numbers |= {f"expert_load/{layer}/{e}": load for e, load in enumerate(loads_E)}
+    return numbers
+
+
+def rounded(logged: tuple[int, dict[str, float]]) -> tuple[int, dict[str, float]]:
+    """Return a step and its logged metrics, with loads of experts as in metrics.jsonl."""
+    step, metrics = logged
+    return step, {n: round(x, 3) if n.count("/") == 2 else x for n, x in metrics.items()}
+
+
 def test_loads_of_layers_and_mfu_reach_every_log(train, tmp_path, monkeypatch) -> None:
     (tmp_path / "wandb.py").write_text(WANDB)
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
@@ -70,7 +86,7 @@ def test_loads_of_layers_and_mfu_reach_every_log(train, tmp_path, monkeypatch) -
     assert lines[1]["rank_load_max_over_mean"] == pytest.approx(1)  # of one rank
     start, *logged, end = sys.modules["wandb"].calls
     assert start["project"] == "mine" and start["config"]["preset"] == "tiny-qwen3"
-    assert [{"step": step, **pack_loads(metrics)} for step, metrics in logged] == lines
+    assert [(line["step"], unpack_loads(line)) for line in lines] == list(map(rounded, logged))
     assert end == "finish"
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     found = events.EventAccumulator(str(run_dir / "tensorboard")).Reload()
@@ -89,7 +105,7 @@ def test_a_run_that_is_started_again_is_one_run_of_each_logger(train, tmp_path, 
     assert first["id"] == second["id"] == (run_dir / "wandb.id").read_text()
     assert len(first["id"]) == 32 and first["resume"] == second["resume"] == "allow"
     logged = [call for call in sys.modules["wandb"].calls if isinstance(call, tuple)]
-    assert [{"step": step, **pack_loads(metrics)} for step, metrics in logged] == lines
+    assert [(line["step"], unpack_loads(line)) for line in lines] == list(map(rounded, logged))
     assert len(lines) == 4
     assert sys.modules["mlflow"].calls == [
         ("experiment", "tries"), ("start", None, "run"), ("params", "tiny-qwen3"),
@@ -108,23 +124,26 @@ def test_a_model_without_experts_is_logged_and_drawn(train: ModuleType, tmp_path
     done = SimpleNamespace(to_dict=dict, metrics=SimpleNamespace(tokens_per_expert={}))
     launched = LaunchedStep(
         step=1, began=now, fetched=now, ended=now, loss=cpu, result=done, counts=cpu, ep=1,
-        expert_loads=True, reader=None, extra={"tokens_per_second": 2.0},
+        logs_loads=True, reader=None, extra={"tokens_per_second": 2.0},
     )  # fmt: skip
     args = TrainConfig(run_dir=tmp_path, steps=2)
     with report.RunReport(args, start=0) as shown:
-        shown.log(1, launched.read_metrics())
-        shown.log(2, launched.read_metrics())
+        shown.log(1, *launched.read_metrics())
+        shown.log(2, *launched.read_metrics())
     assert len(report.read_metrics(tmp_path / "metrics.jsonl")[0]) == 2
     assert (tmp_path / "curves.png").stat().st_size > 1000
 
 
 def test_load_of_ranks_and_of_experts(train: ModuleType) -> None:
-    from moecore.recipes.metrics import compute_rank_imbalance, get_expert_loads
+    from moecore.recipes.metrics import compute_rank_imbalance, take_expert_loads
 
     assert compute_rank_imbalance([2.0, 1.0, 0.5, 0.5], 2) == 1.5
     assert compute_rank_imbalance([0.0, 0.0], 2) == 0
-    found = {f"expert_load/a/{e}": float(e) for e in range(12)}
-    assert get_expert_loads(found, "a") == list(range(12)) and get_expert_loads(found, "b") == []
+    metrics = {"loss": 1.0, "expert_load/a": 11.0}
+    loads = {f"expert_load/a/{e}": float(e) for e in range(12)}
+    numel = dict.fromkeys("ab", torch.zeros(12))
+    assert take_expert_loads(found := metrics | loads, numel) == {"a": list(range(12))}
+    assert found == metrics
 
 
 @pytest.mark.parametrize("every", [1, 2, 0])
@@ -260,7 +279,7 @@ def test_without_a_bar_the_first_step_is_printed_at_once(train, tmp_path, monkey
     measured = {"loss": 1.0, "tokens_per_second": 2.0, "expert_load_max_over_mean": 1.5}
     with report.RunReport(args, start=7) as shown:
         for step in (8, 9, 20):
-            shown.log(step, {**measured, "eval_loss": 3.25})
+            shown.log(step, {**measured, "eval_loss": 3.25}, {})
     _, *lines, goodput = capsys.readouterr().out.splitlines()
     assert goodput.startswith("goodput ")
     numbers = "of 50: loss 1.000, tok/s 2, load 1.50, eval 3.250"

@@ -71,7 +71,7 @@ CONFIGS = {
     "recipes copy": ("recipes.library:CopyConfig", "recipes.library:run_copy"),
     "tiny-model": ("recipes.tiny_model:TinyModelConfig", "recipes.tiny_model:run_tiny_model"),
     "generate": ("recipes.generate:GenerateConfig", "recipes.generate:run_generate"),
-    "evaluate": ("recipes.evaluate:EvaluateConfig", "recipes.evaluate:run_evaluate"),
+    "evaluate": ("recipes.generate:EvaluateConfig", "recipes.generate:run_evaluate"),
     "checkpoint inspect": ("cli.options:InspectConfig", "io.commands:run_inspect"),
     "checkpoint verify": ("cli.options:VerifyConfig", "io.commands:run_verify"),
     "checkpoint convert": ("cli.options:ConvertConfig", "io.commands:run_convert"),

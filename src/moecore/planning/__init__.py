@@ -1,7 +1,5 @@
 """Memory and time of a training run, planned on a CPU from moecore's own code."""
 
-from __future__ import annotations
-
 from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import dry_run
 from moecore.planning.gpus import Gpu

@@ -1,7 +1,5 @@
 """The functions behind `moecore plan`, `dry-run` and `report`, and the PNG of a plan."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -17,8 +17,6 @@ own data-sheet rates and the efficiencies of the measured GPU.
 | collective | ranks, bytes |
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -28,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from moecore.base.fields import (
     Bound,
@@ -117,20 +115,20 @@ class CostTable(CheckedRecord):
                 yield "points", rule
 
     @classmethod
-    def of(cls, gpu: GpuName | Gpu) -> CostTable:
+    def of(cls, gpu: GpuName | Gpu) -> "CostTable":
         """Return moecore's shipped table, measured on H200, with the data-sheet rates of `gpu`."""
         check_arguments(CostTable.of, locals())
         return _read_shipped_table().with_gpu(gpu)
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> CostTable:
+    def read(cls, path: str | os.PathLike[str]) -> "CostTable":
         """Read a table that `write` or `moecore measure` wrote; ValueError for an invalid file."""
         check_arguments(CostTable.read, locals())
         name = f"table ({quote(os.fspath(path))})"
         text = read_file(path, name, MAX_TABLE_BYTES, "`moecore measure` writes one")
         return _parse_table(text, os.fspath(path))
 
-    def with_gpu(self, gpu: GpuName | Gpu) -> CostTable:
+    def with_gpu(self, gpu: GpuName | Gpu) -> Self:
         """Return a copy with this table's efficiencies and the data-sheet rates of `gpu`."""
         check_arguments(CostTable.with_gpu, locals())
         return replace(self, gpu=gpu)
@@ -142,7 +140,7 @@ class CostTable(CheckedRecord):
             return self.points_from
         return f"{self.points_from}, its efficiencies with the maker's rates of {self.gpu}"
 
-    def extend(self, points: Sequence[Point], source: str) -> CostTable:
+    def extend(self, points: Sequence[Point], source: str) -> Self:
         """Return a copy of the table with `points` as additional operations measured on `self.gpu`.
 
         A new point replaces all points of the table with an equal name. The remaining points get

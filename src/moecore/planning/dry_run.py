@@ -12,8 +12,6 @@ NCCL's buffers. If dispatcher "nvlink" has capacity for more rows than are recei
 decides the memory. A second dry run, with capacity for the received rows, then records the work.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace

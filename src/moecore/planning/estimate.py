@@ -6,8 +6,6 @@
 An estimate divides all bytes and all work of the node's run equally among the ranks of a layout.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -42,7 +40,7 @@ from moecore.planning.run import (
     enter_run_world,
     list_stages,
 )
-from moecore.planning.segments import MIDDLE, SampledRun, sample_layers
+from moecore.planning.segments import MIDDLE, SampledRun
 from moecore.train.memory.saved_bytes import ModelSavedBytes, count_saved_bytes
 
 MESSAGES = 2  # messages of a layer's tokens in each pass, among the ranks of tp and of cp
@@ -308,7 +306,7 @@ class Estimator:
 
     def _count_saved_bytes(self, options: OptionSet) -> tuple[int, int]:
         """Return the bytes that a micro-batch saves for backward: on the device, on the host."""
-        small, like = sample_layers(self._make_node_run(options, 1), 1)
+        small, like = SampledRun.from_run(self._make_node_run(options, 1))
         fsdp = FSDPOptions(param_dtype=options.fsdp.param_dtype)  # sharding saves no activations
         counts = count_saved_bytes_by_block(replace(small, optimizer=OptimizerOptions(), fsdp=fsdp))
         blocks = [counts.blocks[i] for i in like["F"]]

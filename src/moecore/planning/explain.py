@@ -1,7 +1,5 @@
 """explain(model): a model's `ShardPlan` as about twenty lines of text."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -40,6 +38,8 @@ from moecore.precision.apply import list_quantised_linears
 from moecore.train.graphs.regions import find_compiled_modules
 from moecore.train.memory.saved_bytes import count_saved_bytes
 
+Batch = Annotated[tuple[Count, Count], "pass (sequences, tokens of each)"]
+ComputeArgs = dict[str, Any]  # arguments of `count_saved_bytes`
 UNITS = {"block": "blocks", "experts": "experts", "routers": "routers", "head": "heads"}
 
 
@@ -291,8 +291,6 @@ def _describe_gather_dtypes(plan: ShardPlan) -> str:
 
 COLUMNS = (*OFFLOADED[:-1], "routing", "rest", "all", "recomputed", "in host memory")
 TOKENS = 1024  # tokens of the forward in which a layer's bytes per token are counted
-Batch = Annotated[tuple[Count, Count], "pass (sequences, tokens of each)"]
-ComputeArgs = dict[str, Any]  # arguments of `count_saved_bytes`
 
 
 def list_compute_args(model: nn.Module) -> ComputeArgs:

@@ -1,7 +1,5 @@
 """The options of `moecore plan` and `dry-run`, and the run or search that they describe."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from contextlib import suppress

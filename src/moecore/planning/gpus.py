@@ -3,8 +3,6 @@
 The numbers are in tables/gpus.toml, which has a table of the format of `read_gpu` for each GPU.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import tomllib

@@ -10,8 +10,6 @@ the run of a layout with a set of options that save memory.
 Source of the guidelines: arXiv:2603.07685, section 9.1.2. "Parallel Folding" is its term.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache

@@ -10,8 +10,6 @@ and for collectives the largest median of all ranks.
 Legend: M, N, K of a product, R rows of E experts, B rows of T tokens with H heads of d dims.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator

@@ -7,8 +7,6 @@ A dry run counts temporary memory of operations. It does not count fragmentation
 and NCCL's buffers. No rank of a pipeline stage needs more memory than its first rank.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,12 +4,10 @@ A DecoderConfig becomes a NativeModel, and a TransformersModel a StockModel
 (`planning/transformers.py`).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -129,7 +127,7 @@ class NativeModel(PlannedModel):
     config: DecoderConfig
 
     @classmethod
-    def from_config(cls, config: DecoderConfig) -> NativeModel:
+    def from_config(cls, config: DecoderConfig) -> Self:
         """Return the sizes and layers of the decoder that a config describes."""
         kinds = tuple(find_layer_kind(config, i) for i in range(config.num_layers))
         unmeasured = ["linear"] * (config.linear_attention is not None)

@@ -10,8 +10,6 @@ every micro-batch have a medium overhead. Recomputation of full MoE layers has a
 docs/memory.md has times.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal

@@ -6,8 +6,6 @@ Training commands and `moecore plan` inherit `ShardingOptions`, so each option h
 equal options give equal runs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 

@@ -9,14 +9,11 @@ values are left out. Data, tokenizer, steps and learning rate are flags of the c
 are not part of a plan.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from moecore.base.command_options import format_toml_tables, get_field_default, make_flag_name
-from moecore.base.fields import check_arguments
 from moecore.base.options.dispatch import DispatchOptions
 from moecore.base.options.names import PrecisionName
 from moecore.base.options.precision import Precision
@@ -92,7 +89,6 @@ def format_run_flags(run: TrainingRun) -> list[str]:
 
 def format_python_calls(run: TrainingRun) -> str:
     """Return Python that builds a run: meshes, model, `parallelize_moe`, optimizer, step."""
-    check_arguments(format_python_calls, locals())
     sizes = f"{run.num_micro_batches}, {run.batch_size}, {run.seq_len}"
     arguments = {"fsdp": _format_record(run.fsdp), "loss": "'mean'"}
     if _find_non_default_fields(run.memory):
@@ -171,7 +167,6 @@ def format_recipe(run: TrainingRun, config: Path | None = None) -> str:
 
     `config` is the path of the model's config.json or its directory; None = the model is a preset.
     """
-    check_arguments(format_recipe, locals())
     options = list_options(run)
     has_name = run.precision is None or find_precision_name(run.precision) is not None
     if not (has_name or options["fp8"]):

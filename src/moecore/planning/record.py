@@ -7,8 +7,6 @@ Legend: R rows of experts, e experts of a rank, M N K the sizes of one product, 
 a row, H heads, d and v dims of a head.
 """
 
-from __future__ import annotations
-
 import re
 import weakref
 from collections import Counter

@@ -3,8 +3,6 @@
 trace.json -> Trace -> one part for each microsecond -> options, by their largest gain
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

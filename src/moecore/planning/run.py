@@ -5,8 +5,6 @@ returns the source of the calls that build the run on GPUs. `list_rank_bytes` re
 parameters, gradients and buffers of each pipeline rank, from its `ShardPlan`.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import warnings
@@ -14,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -161,7 +159,7 @@ class TrainingRun(CheckedRecord):
         return self.parallel.resolve(self.num_gpus)
 
     @property
-    def with_even_loads(self) -> TrainingRun:
+    def with_even_loads(self) -> Self:
         """A copy of the run with even loads of experts, and "nvlink" without spare capacity."""
         nvlink = None if self.nvlink is None else replace(self.nvlink, row_factor=1.0)
         model = self.model

@@ -7,8 +7,6 @@ A rule takes microseconds and a plan takes seconds. A search therefore plans onl
 (`plan_memory`, `plan_time`), and its result counts the other layouts.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping

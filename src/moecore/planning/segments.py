@@ -4,13 +4,11 @@
                             -> the queue of any stage and micro-batch
 
 A segment has the launches and allocations between the starts of two modules. A sampled layer
-stands for all layers of its kind (`sample_layers`). The first, a middle and the last micro-batch of
+stands for all layers of its kind (`SampledRun`). The first, a middle and the last micro-batch of
 a step are recorded, because the first one all-gathers weights and the last one reduces gradients.
 A launch keeps its dependencies on launches of its segment and of the two segments before it, at the
 same distance. A dependency on an earlier segment becomes one on the newest copy of that segment.
 """
-
-from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from operator import attrgetter
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 from moecore.parallel.pipeline.layout import Stage
 from moecore.planning.dry_run import ADAMW, DryRun, record_step, record_with_even_loads
@@ -33,39 +31,6 @@ from moecore.planning.run import (
 MIDDLE = 3  # micro-batches of a dry run: the first, one between, the last
 # By pass: the sampled layer that stands for each layer.
 SampledLayers = Mapping[Literal["F", "B"], Sequence[int]]
-
-
-def sample_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun, SampledLayers]:
-    """Return a run of few sampled layers, no pipeline, and the sample for each layer and pass."""
-    # The samples of the last layer's kind are its first two and its last two layers. The samples of
-    # another kind are its first layer, and its first layer behind a layer of the last kind, which
-    # stands for the rest of its kind. A layer prefetches weights of the next but one. So the
-    # layers between the samples run forward as the second sample and backward as the third.
-    p, kinds = run.resolved, run.planned_model.layers
-    if not kinds:  # `parallelize_moe` refuses the model
-        return run, {"F": (), "B": ()}
-    last_kind = [i for i, kind in enumerate(kinds) if kind == kinds[-1]]
-    first = {kinds.index(kind) for kind in kinds if kind != kinds[-1]}
-    samples = {kinds[i]: i for i in first}
-    samples |= {
-        kinds[i]: i for i in reversed(range(last_kind[0], len(kinds))) if i not in last_kind
-    }
-    layers = sorted({*first, *samples.values(), *last_kind[:2], *last_kind[-2:]})
-    small = replace(
-        run,
-        model=run.planned_model.select_layers(layers),
-        num_gpus=run.num_gpus // p.pp,
-        parallel=replace(p, pp=1),
-        num_micro_batches=num_micro_batches,
-        pipeline=None,
-    )
-
-    def like(between: int) -> tuple[int, ...]:
-        # The last kind's unsampled layers have the sample `between`.
-        sample_of = {**samples, kinds[-1]: between}
-        return tuple(layers.index(i if i in layers else sample_of[k]) for i, k in enumerate(kinds))
-
-    return small, {"F": like(last_kind[:2][-1]), "B": like(last_kind[-2:][0])}
 
 
 class Segment(NamedTuple):
@@ -113,13 +78,9 @@ class Segments:
     end: Segment  # clipping and the optimizer
 
     @classmethod
-    def from_recording(
-        cls,
-        queued: Sequence[QueuedLaunch],
-        starts: Sequence[PartStart],
-        sampled_layers: SampledLayers,
-    ) -> Segments:
-        """Divide a recording at `starts`; the first segment also has all earlier launches."""
+    def from_step(cls, step: DryRun, sampled_layers: SampledLayers) -> Self:
+        """Divide a step at its `starts`; the first segment also has all earlier launches."""
+        queued, starts = step.queued, step.starts
         passes: dict[tuple[int, Pass, str], list[Segment]] = {}
         resident_bytes, last = starts[0].level, starts[-1]
         micro_batch, before = -1, "B"
@@ -247,12 +208,42 @@ class SampledRun(NamedTuple):
     sampled_layers: SampledLayers
 
     @classmethod
-    def from_run(cls, run: TrainingRun) -> SampledRun:
-        """Return the run of sampled layers that represents a complete run."""
-        # The device and the dtype of the optimizer's state change no other allocation of a step.
-        options = OptimizerOptions(master_remainder=run.optimizer.master_remainder)
-        small = sample_layers(replace(run, optimizer=options), min(run.num_micro_batches, MIDDLE))
-        return cls(*small)
+    def from_run(cls, run: TrainingRun) -> Self:
+        """Return the run of sampled layers, without a pipeline, that represents a complete run."""
+        # The samples of the last layer's kind are its first two and its last two layers. The
+        # samples of another kind are its first layer, and its first layer behind a layer of the
+        # last kind, which stands for the rest of its kind. A layer prefetches weights of the next
+        # but one. So the layers between the samples run forward as the second sample and backward
+        # as the third.
+        p, kinds = run.resolved, run.planned_model.layers
+        if not kinds:  # `parallelize_moe` refuses the model
+            return cls(run, {"F": (), "B": ()})
+        last_kind = [i for i, kind in enumerate(kinds) if kind == kinds[-1]]
+        first = {kinds.index(kind) for kind in kinds if kind != kinds[-1]}
+        samples = {kinds[i]: i for i in first}
+        samples |= {
+            kinds[i]: i for i in reversed(range(last_kind[0], len(kinds))) if i not in last_kind
+        }
+        layers = sorted({*first, *samples.values(), *last_kind[:2], *last_kind[-2:]})
+        small = replace(
+            run,
+            model=run.planned_model.select_layers(layers),
+            num_gpus=run.num_gpus // p.pp,
+            parallel=replace(p, pp=1),
+            num_micro_batches=min(run.num_micro_batches, MIDDLE),
+            pipeline=None,
+            # The device and the dtype of the state change no other allocation of a step.
+            optimizer=OptimizerOptions(master_remainder=run.optimizer.master_remainder),
+        )
+
+        def like(between: int) -> tuple[int, ...]:
+            # The last kind's unsampled layers have the sample `between`.
+            sample_of = {**samples, kinds[-1]: between}
+            return tuple(
+                layers.index(i if i in layers else sample_of[k]) for i, k in enumerate(kinds)
+            )
+
+        return cls(small, {"F": like(last_kind[:2][-1]), "B": like(last_kind[-2:][0])})
 
     @property
     def recorded_step(self) -> DryRun:
@@ -262,15 +253,13 @@ class SampledRun(NamedTuple):
     @property
     def memory_segments(self) -> Segments:
         """The segments of `recorded_step`, from which memory is planned."""
-        return Segments.from_recording(
-            self.recorded_step.queued, self.recorded_step.starts, self.sampled_layers
-        )
+        return Segments.from_step(self.recorded_step, self.sampled_layers)
 
     @property
     def segments(self) -> Segments:
         """The segments of a step with even loads, from which time is planned."""
         step = record_with_even_loads(self.run, _run_dry_cached)
-        return Segments.from_recording(step.queued, step.starts, self.sampled_layers)
+        return Segments.from_step(step, self.sampled_layers)
 
 
 def make_segments(run: TrainingRun) -> Segments:

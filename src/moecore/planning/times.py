@@ -12,8 +12,6 @@ assumed not to slow each other. Collectives share the network, so a step or a pa
 the sum of its network seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache

@@ -7,8 +7,6 @@ Layers, experts and attention are read from modules, without code for a family. 
 layers is the complete model without its other layers, so each layer keeps its index-dependent kind.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import json
@@ -18,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +62,7 @@ class TransformersModel(CheckedRecord):
     lora: LoRAOptions | None = None
 
     @classmethod
-    def of(cls, config: HFConfig) -> TransformersModel:
+    def of(cls, config: HFConfig) -> Self:
         """Return the model of a directory, a config.json, or the contents of a config.json.
 
         Raises:
@@ -118,7 +116,7 @@ class StockModel(PlannedModel):
     model: TransformersModel
 
     @classmethod
-    def from_model(cls, model: TransformersModel) -> StockModel:
+    def from_model(cls, model: TransformersModel) -> Self:
         """Build the model on meta and return the sizes and layers of its modules."""
         hf, blocks, experts = _build_structure(model)
         config = hf.config.get_text_config()

@@ -6,8 +6,6 @@ norm. Its weights therefore equal the weights of a run with only this adapter.
 Legend: N adapters, A micro-batches, B rows of a micro-batch, T tokens of a row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +23,7 @@ from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.recipes.data import StepBatch, Steps
 from moecore.recipes.finetuning import FineTuning
 from moecore.recipes.hf_model import ADAPTERS, make_scored_inputs
+from moecore.recipes.job import average_losses
 from moecore.recipes.loop import print_on_rank_0
 from moecore.recipes.metrics import Metrics
 
@@ -118,8 +117,9 @@ class AdapterTuning(FineTuning):
         for i, (name, examples) in enumerate(self.held_out_of.items()):
             if examples:
                 steps: Any = AdapterSteps({i: self.read(examples, shape, seed=None)})
-                losses[f"eval_loss/{name}"] = self.compute_eval_loss(steps)
-        return losses and {"eval_loss": sum(losses.values()) / len(losses), **losses}
+                batches = (steps.next_batch() for _ in range(len(steps)))
+                losses[f"eval_loss/{name}"] = self.compute_eval_loss(batches, len(steps))
+        return average_losses(losses)
 
     def finish(self) -> None:
         """Write each adapter to RUN_DIR/adapters/NAME in peft's format. Collective."""

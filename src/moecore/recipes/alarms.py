@@ -1,13 +1,11 @@
 """Alarms about loss spikes, idle experts, uneven loads and large gradients of a training run."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterator
 from statistics import median
 
-from moecore.recipes.metrics import Metrics, get_expert_loads, list_moe_layers
+from moecore.recipes.metrics import Loads, Metrics
 
 WINDOW, MIN_LOSSES = 128, 32  # previous losses that are compared: at most, and at least
 FACTOR = 10.0  # 6.7 standard deviations of normal noise
@@ -49,10 +47,10 @@ class Alarms:
         self._is_high = False
         self._idle: dict[tuple[str, int], int] = {}  # layer and expert -> steps without a token
 
-    def find_alarms(self, step: int, metrics: Metrics) -> list[str]:
-        """Return one line of text per alarm of a step; `metrics` includes each expert's load."""
-        lines = [*self._check_loss(metrics), *self._check_experts(metrics)]
-        lines += [*self._check_collapse(metrics), *self._check_gradient(metrics)]
+    def find_alarms(self, step: int, metrics: Metrics, loads: Loads) -> list[str]:
+        """Return one line of text per alarm of a step with these metrics and loads of experts."""
+        lines = [*self._check_loss(metrics), *self._check_experts(loads)]
+        lines += [*self._check_collapse(loads), *self._check_gradient(metrics)]
         lines += self._check_first_steps(step, metrics)
         return [f"alarm at step {step}: {line}" for line in lines]
 
@@ -72,10 +70,10 @@ class Alarms:
                 f"({spread:.2g}) above {middle:.4g}, the median of the {len(before)} before it"
             )
 
-    def _check_experts(self, metrics: Metrics) -> Iterator[str]:
-        for layer in list_moe_layers(metrics):
+    def _check_experts(self, loads: Loads) -> Iterator[str]:
+        for layer, loads_E in loads.items():
             new = []
-            for e, load in enumerate(get_expert_loads(metrics, layer)):
+            for e, load in enumerate(loads_E):
                 idle = self._idle[layer, e] = 0 if load else self._idle.get((layer, e), 0) + 1
                 new += [e] if idle == IDLE_STEPS else []
             if new:
@@ -92,11 +90,10 @@ class Alarms:
             spike = f"grad_norm ({norm:.4g}) is above the limit of [skip_spikes]"
             yield f"{spike}, so the step was skipped"
 
-    def _check_collapse(self, metrics: Metrics) -> Iterator[str]:
-        for layer in list_moe_layers(metrics):
-            if loads_E := get_expert_loads(metrics, layer):
-                sums_E = self._block.setdefault(layer, [0.0] * len(loads_E))
-                self._block[layer] = [a + b for a, b in zip(sums_E, loads_E, strict=True)]
+    def _check_collapse(self, loads: Loads) -> Iterator[str]:
+        for layer, loads_E in loads.items():
+            sums_E = self._block.setdefault(layer, [0.0] * len(loads_E))
+            self._block[layer] = [a + b for a, b in zip(sums_E, loads_E, strict=True)]
         self._block_steps += 1
         if self._block_steps < BLOCK_STEPS:
             return

@@ -20,14 +20,12 @@ chat up to that answer, and the loss counts only that answer.
 Legend: T tokens of an example.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, takewhile
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -81,6 +79,17 @@ def find_borders(tokenizer: Any) -> BorderTokens:
     raise ValueError("must add special tokens before and after a text, not change its own tokens")
 
 
+def tokenize_prompt(tokenizer: Any, prompt: Any, tools: Any = None) -> list[int]:
+    """Return the token ids of a text, or of messages up to the beginning of an answer."""
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        return find_borders(tokenizer).make_prompt(ids)
+    chat_ids: list[int] = tokenizer.apply_chat_template(
+        prompt, tools=tools, add_generation_prompt=True, return_dict=True
+    )["input_ids"]
+    return chat_ids
+
+
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]
 
@@ -93,7 +102,7 @@ class Example:
     is_answer_T: Tensor
 
     @property
-    def parts(self) -> tuple[Example, ...]:
+    def parts(self) -> tuple[Self, ...]:
         """The example in a tuple of length 1. `Preference.parts` has length 2."""
         return (self,)
 
@@ -102,9 +111,9 @@ class Example:
         """The number of tokens in the loss, which excludes the first token of the sequence."""
         return int(self.is_answer_T[1:].sum())
 
-    def cut(self, stop: int, *, start: int = 0) -> Example:
+    def cut(self, stop: int, *, start: int = 0) -> Self:
         """Return the example with the tokens [start, stop)."""
-        return Example(self.tokens_T[start:stop], self.is_answer_T[start:stop])
+        return type(self)(self.tokens_T[start:stop], self.is_answer_T[start:stop])
 
 
 def encode_record(record: Any, tokenizer: Any, *, seq_len: int, location: str) -> list[Example]:

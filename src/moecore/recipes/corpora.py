@@ -1,14 +1,12 @@
 """Opens the documents of a corpus, tokenizes them, and reads the steps of packed rows."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -53,7 +51,7 @@ class SourceOptions(CheckedRecord):
     skip_invalid: bool = False  # leave out lines that are no objects with the field: bad_lines
 
     @classmethod
-    def from_word(cls, word: str) -> SourceOptions:
+    def from_word(cls, word: str) -> Self:
         """Parse a command-line word such as "code.jsonl,weight=0.3,field=content"."""
         path, *pairs = word.split(",")
         values: dict[str, Any] = {}
@@ -67,7 +65,7 @@ class SourceOptions(CheckedRecord):
         return cls.from_table({"path": path, **values})
 
     @classmethod
-    def from_table(cls, values: Mapping[str, Any]) -> SourceOptions:
+    def from_table(cls, values: Mapping[str, Any]) -> Self:
         """Convert a TOML table; ValueError for an unknown key or without the key "path"."""
         names = [field.name for field in fields(cls)]
         for key in values:
@@ -98,7 +96,7 @@ def _list_path_names(path: str) -> list[str]:
 
 
 def open_source(
-    options: SourceOptions, tokenizer: Tokenizer, *, option: str = "--data"
+    options: SourceOptions, tokenizer: "Tokenizer", *, option: str = "--data"
 ) -> CorpusSource:
     """Open a source of documents that `tokenizer` encodes. ValueErrors name the flag `option`."""
     try:

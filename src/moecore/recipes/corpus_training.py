@@ -3,38 +3,31 @@
 Legend: B rows, T tokens of a row.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.progress import track_progress
-from moecore.base.streams import copy_to_device
 from moecore.io import export_hf
 from moecore.models import Decoder
 from moecore.moe.layer import MoELayer
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.recipes.corpora import CorpusSteps, Tokenizer
-from moecore.recipes.data import GraphedStep, RandomSteps, StepBatch, Steps, pad_bounds
+from moecore.recipes.data import RandomSteps, StepBatch, Steps, pad_bounds
 from moecore.recipes.decoder_config import export_config
 from moecore.recipes.generate import write_samples
 from moecore.recipes.hf_model import write_export
-from moecore.recipes.job import TrainingJob
-from moecore.recipes.loop import describe_ranks, describe_start, print_on_rank_0
+from moecore.recipes.job import TextTraining, average_losses
+from moecore.recipes.loop import print_on_rank_0
 from moecore.recipes.metrics import Metrics, compute_padding_and_mfu
 from moecore.recipes.report import EXPORT, SAMPLES
 from moecore.recipes.schedule import is_due
-from moecore.recipes.sdc import SDCCheck
 
 
 @dataclass(kw_only=True)
-class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
+class CorpusTraining(TextTraining):
     """The job of `moecore pretrain` and `moecore train`: a `Decoder` on a corpus."""
 
     batches: CorpusSteps | RandomSteps | Steps[ScheduledBatch]
@@ -44,23 +37,10 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
 
     chosen_by = "--data, --seq-len, --seed, --cp and the options of [corpus]"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-
-        def run_micro_batches(num_labels: Tensor, *tensors: Tensor) -> Tensor:
-            inputs = make_decoder_inputs(num_labels, tensors, self.args.seq_len)
-            return self.owner.forward_backward(inputs).sum()
-
-        self.run_micro_batches: Callable[..., Tensor] = run_micro_batches
-        if self.args.cuda_graph:
-            self.run_micro_batches = GraphedStep(run_micro_batches, self.model)
-        options = self.args.sdc_check
-        self.sdc = options and SDCCheck(options, self.meshes.parallel, self.owner)
-
     def print_start(self) -> None:
         """Print the model, the ranks and the data of the run."""
-        args, ranks = self.args, describe_ranks(self, get_dispatcher_name(self.model))
-        begin, name = describe_start(self, "from scratch"), args.hf_config or args.preset
+        args, ranks = self.args, self.describe_ranks(get_dispatcher_name(self.model))
+        begin, name = self.describe_start("from scratch"), args.hf_config or args.preset
         data = "random tokens" if args.tokens == "random" else f"{len(args.data)} source(s)"
         print_on_rank_0(f"training {name} {begin} to step {args.steps} on {ranks}: {data}")
 
@@ -72,44 +52,26 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
         batch = self.batches.next_batch(rows // (self.shape.data_ranks * self.shape.batch_size))
         return pad_bounds(batch) if self.args.cuda_graph else batch
 
-    def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
-        """Run the micro-batches; return this rank's part of the mean loss over `num_labels`."""
-        if isinstance(batch, ScheduledBatch):
-            self.owner.num_micro_batches = len(batch.cps)
-            return batch.compute_local_loss(self.owner.forward_backward(batch.inputs(self.device)))
-        if self.owner.num_micro_batches != len(batch.tokens_ABT):
-            self.owner.num_micro_batches = len(batch.tokens_ABT)
-        tensors = (copy_to_device(tensor, self.device) for tensor in batch.list_tensors())
-        return self.run_micro_batches(num_labels, *tensors)
+    def make_inputs(
+        self, num_labels: Tensor, micro_batches: Iterable[Sequence[Tensor]]
+    ) -> list[dict[str, Any]]:
+        """Return the `Decoder` arguments of micro-batches; each loss is divided by `num_labels`."""
+        inputs, names = [], ("tokens_BT", "labels_BT", "padding_mask_BT", "cu_seqlens")
+        for tensors in micro_batches:
+            arguments: dict[str, Any] = dict(zip(names, tensors, strict=False))
+            if "cu_seqlens" in arguments:
+                arguments["max_seqlen"] = self.args.seq_len
+            inputs.append(arguments | {"num_tokens": num_labels})
+        return inputs
 
     def compute_metrics(self, counts: list[int], seconds: float) -> Metrics:
         """Return "padding_share", and "mfu" if the device's peak TFLOP/s is known."""
         return compute_padding_and_mfu(counts, seconds, self.model.config, self.peak_tflops)
 
-    @torch.no_grad()
     def evaluate(self) -> Metrics:
         """Return "eval_loss/NAME" of each set, in nats per label, and "eval_loss". Collective."""
-        if not self.validation:
-            return {}
-        self.model.eval()
-        sets = track_progress(self.validation.items(), "evaluating", unit="sets", as_lines=True)
-        losses = {f"eval_loss/{name}": self._compute_loss(rows) for name, rows in sets}
-        self.model.train()
-        return {"eval_loss": sum(losses.values()) / len(losses), **losses}
-
-    def _compute_loss(self, batch: StepBatch | ScheduledBatch) -> float:
-        """Return a validation set's mean loss per label over all ranks, in nats. Collective."""
-        copies = dist.get_world_size() // self.meshes.data_ranks
-        if isinstance(batch, ScheduledBatch):
-            total = batch.compute_local_loss(self.owner.compute_losses(batch.inputs(self.device)))
-        else:
-            dist.all_reduce(num_labels := copy_to_device(batch.num_labels.clone(), self.device))
-            divisor = (num_labels // copies).clamp(min=1)
-            tensors = (copy_to_device(tensor, self.device) for tensor in batch.list_tensors())
-            inputs = make_decoder_inputs(divisor, tensors, self.args.seq_len)
-            total = self.owner.compute_losses(inputs).sum()
-        dist.all_reduce(total)
-        return float(total) / copies
+        sets = self.validation.items()
+        return average_losses({f"eval_loss/{n}": self.compute_eval_loss([x]) for n, x in sets})
 
     def sample(self, step: int) -> None:
         """Every `sample_every` steps, continue the prompts of [samples]; write and print texts."""
@@ -158,19 +120,6 @@ class CorpusTraining(TrainingJob[StepBatch | ScheduledBatch]):
                 complete,
             )
         print_on_rank_0(f"{target} is ready for from_pretrained")
-
-
-def make_decoder_inputs(
-    num_labels: Tensor, tensors: Iterable[Tensor], seq_len: int
-) -> list[dict[str, Any]]:
-    """Return each micro-batch's `Decoder` arguments; `tensors` are `StepBatch.list_tensors()`."""
-    tensors = tuple(tensors)
-    names = ["tokens_BT", "labels_BT"]
-    of_all: dict[str, Any] = {"num_tokens": num_labels}
-    if len(tensors) > len(names):
-        names += ["padding_mask_BT", "cu_seqlens"]
-        of_all["max_seqlen"] = seq_len
-    return [dict(zip(names, row, strict=True)) | of_all for row in zip(*tensors, strict=True)]
 
 
 def get_dispatcher_name(model: Decoder) -> str:

@@ -3,8 +3,6 @@
 Legend: n documents, A micro-batches of a step, B rows of one micro-batch, T tokens of a row.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sysconfig
@@ -107,6 +105,27 @@ class Steps(Generic[StepT]):
     def next_batch(self) -> StepT:
         """Return the batch of the next step."""
         return self._collate(next(self._items))
+
+
+def make_item_steps(
+    items: Sequence[Any],
+    shape: BatchShape,
+    *,
+    make_batch: Callable[[list[Any], int], StepT],
+    seed: int | None,
+    data_rank: int,
+) -> Steps[StepT]:
+    """Return this data rank's reader of `make_batch(items, seq_len)`; `seed` None = no shuffle."""
+    sampler = PackedBatchSampler(
+        [1] * len(items),
+        1,
+        rows=shape.grad_accum * shape.batch_size,
+        data_rank=data_rank,
+        data_ranks=shape.data_ranks,
+        seed=seed or 0,
+        shuffle=seed is not None,
+    )
+    return Steps(sampler, lambda numbers: make_batch([items[i] for i in numbers], shape.seq_len))
 
 
 class PackedSteps(Steps[StepBatch]):

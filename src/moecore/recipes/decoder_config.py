@@ -1,7 +1,5 @@
 """The native decoder of `moecore train` and `moecore pretrain`, and options that change it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """--dry-run: prints a run's resolved options, its plan of memory and time, and its first batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Errors that end a run, and their one-line messages with a remedy."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

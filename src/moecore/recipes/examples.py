@@ -1,7 +1,5 @@
 """Training examples from files and data sets, and the steps that read them."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

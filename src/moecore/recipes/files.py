@@ -1,7 +1,5 @@
 """Reads files, models of the hub and data sets that a user names; errors name option and path."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -11,8 +11,6 @@ micro-batches: the sum over each micro-batch is divided by the step's number of 
 and chat.py make the examples, finetuning.py has the job, and loop.py the steps.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -33,7 +31,7 @@ from moecore.packing import DocumentCost, ScheduledCollator
 from moecore.parallel.mesh import Meshes, build_meshes
 from moecore.planning import TransformersModel
 from moecore.recipes.adapter_tuning import AdapterSteps, AdapterTuning
-from moecore.recipes.data import BatchShape, make_batch_shape
+from moecore.recipes.data import BatchShape, make_batch_shape, make_item_steps
 from moecore.recipes.dry_run import make_planned_run, print_batch, print_plan
 from moecore.recipes.errors import (
     ARGUMENT_ERRORS,
@@ -64,7 +62,6 @@ from moecore.recipes.launch import check_environment
 from moecore.recipes.loop import count_ranks, print_on_rank_0, run, run_command
 from moecore.recipes.options import parallelize
 from moecore.recipes.parser import parse
-from moecore.recipes.preferences import make_preference_steps
 from moecore.recipes.report import make_run_dir
 from moecore.recipes.teacher_files import (
     TeacherFiles,
@@ -87,7 +84,7 @@ def make_step_reader(
             make_distillation_steps, files=files, data_rank=meshes.data_rank, packs=packs
         )
     if (make_batch := JOBS[args.objective].make_batch) is not None:
-        return partial(make_preference_steps, make_batch=make_batch, data_rank=meshes.data_rank)
+        return partial(make_item_steps, make_batch=make_batch, data_rank=meshes.data_rank)
     if args.sharding.dynamic_cp is None:
         return partial(make_packed_steps, data_rank=meshes.data_rank, packs=packs)
     collator = ScheduledCollator(

@@ -1,7 +1,5 @@
 """The options of `moecore finetune`, and checks of their combinations."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One rank's part of `moecore finetune`: the jobs of all objectives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -10,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.progress import track_progress
 from moecore.base.streams import copy_to_device
 from moecore.models import DecoderConfig
 from moecore.models.distillation import (
@@ -20,11 +17,11 @@ from moecore.models.distillation import (
     TeacherForward,
 )
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
-from moecore.recipes.data import GraphedStep, StepBatch, Steps
+from moecore.recipes.data import StepBatch, Steps
 from moecore.recipes.examples import Examples, encode_row
 from moecore.recipes.hf_model import export_run, make_causal_lm_inputs, make_scored_inputs
-from moecore.recipes.job import TrainingJob
-from moecore.recipes.loop import describe_ranks, describe_start, print_on_rank_0
+from moecore.recipes.job import TextTraining
+from moecore.recipes.loop import print_on_rank_0
 from moecore.recipes.metrics import Metrics, compute_padding_and_mfu
 from moecore.recipes.preferences import (
     encode_preference,
@@ -32,13 +29,12 @@ from moecore.recipes.preferences import (
     make_pair_batch,
     make_unpaired_batch,
 )
-from moecore.recipes.sdc import SDCCheck
 from moecore.rl import DPO, KTO, Engine, Rollouts
 from moecore.train.step import TrainStep
 
 
 @dataclass(kw_only=True)
-class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
+class FineTuning(TextTraining):
     """The job of `moecore finetune`: a model of a Hugging Face directory on chats."""
 
     batches: Steps[StepBatch | ScheduledBatch]
@@ -54,22 +50,13 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
     encode: ClassVar[Any] = staticmethod(encode_row)  # makes examples of a row
     make_batch: ClassVar[Any] = None  # of (examples, seq_len); None = packed rows
 
+    is_transformers = True
     saves_memory = "add --recompute, lower --seq-len"
     chosen_by = "--data, --seq-len, --eval-every and --cp"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-
-        def train_on(num_labels: Tensor, *tensors: Tensor) -> Tensor:
-            return self.run_micro_batches(num_labels, zip(*tensors, strict=True))
-
-        options = self.args.sdc_check
-        self.sdc = options and SDCCheck(options, self.meshes.parallel, self.owner)
-        self.graph = GraphedStep(train_on, self.model) if self.args.cuda_graph else None
-
     def print_start(self) -> None:
         """Print data, model and ranks, and the evaluation loss before the first step."""
-        args, begin = self.args, describe_start(self, "from its weights")
+        args, begin = self.args, self.describe_start("from its weights")
         data = f"{len(self.examples)} examples" + ("" if self.packs else ", not packed")
         notes = {
             "held out": len(self.held_out),
@@ -79,7 +66,7 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         data += "".join(f", {count} {label}" for label, count in notes.items() if count)
         print_on_rank_0(f"data: {self.data.report}")
         print_on_rank_0(
-            f"fine-tuning {args.model} {begin} to step {args.steps} on {describe_ranks(self)}: "
+            f"fine-tuning {args.model} {begin} to step {args.steps} on {self.describe_ranks()}: "
             f"{data}"
         )
         before = self.evaluate() if self.start == 0 else {}
@@ -90,24 +77,14 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         """Return this data rank's batch for a step."""
         return self.batches.next_batch()
 
-    def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
-        """Run the micro-batches; return this rank's part of the mean loss over all labels."""
-        if isinstance(batch, ScheduledBatch):
-            self.owner.num_micro_batches = len(batch.cps)
-            inputs = batch.inputs(self.device, transformers=True)
-            return batch.compute_local_loss(self.owner.forward_backward(inputs))
-        if self.graph is None:
-            self.owner.num_micro_batches = len(batch.tokens_ABT)  # a replay has one
-            return self.run_micro_batches(num_labels, iterate_micro_batches(self, batch))
-        return self.graph(
-            num_labels, *(copy_to_device(x, self.device) for x in batch.list_tensors())
-        )
-
-    def run_micro_batches(
-        self, num_labels: Tensor, micro_batches: Iterable[Sequence[Tensor]]
-    ) -> Tensor:
-        """Run forward and backward; return the micro-batches' summed loss / `num_labels`."""
-        return self.owner.forward_backward(self.make_inputs(num_labels, micro_batches)).sum()
+    def iterate_micro_batches(self, batch: StepBatch) -> Iterator[Sequence[Tensor]]:
+        """Yield each micro-batch's tensors on the device, without the micro-batch dimension A."""
+        if self.packs:
+            yield from super().iterate_micro_batches(batch)
+            return
+        for parts in zip(*batch.list_tensors()[:3], strict=True):
+            T = int((~parts[2]).sum(1).max().clamp(min=1))  # of the longest document
+            yield [copy_to_device(part[:, :T].contiguous(), self.device) for part in parts]
 
     def make_inputs(
         self, num_labels: Tensor, micro_batches: Iterable[Sequence[Tensor]]
@@ -120,31 +97,8 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
         if not self.held_out:
             return {}
         steps = self.read(self.held_out, replace(self.shape, grad_accum=1), seed=None)
-        return {"eval_loss": self.compute_eval_loss(steps)}
-
-    @torch.no_grad()
-    def compute_eval_loss(self, steps: Steps[Any]) -> float:
-        """Return the mean loss of one pass of `steps`, nats per answer token. Collective."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        self.model.eval()
-        numbers = range(len(steps.sampler))
-        for _ in track_progress(numbers, "evaluating", unit="batches", as_lines=True):
-            batch = steps.next_batch()
-            sums[0] += self.sum_losses(batch)
-            sums[1] += copy_to_device(batch.count_labels_and_tokens()[0], self.device)
-        self.model.train()
-        dist.all_reduce(sums)
-        total, num_tokens = sums.tolist()
-        return float(total / num_tokens)
-
-    def sum_losses(self, batch: StepBatch | ScheduledBatch) -> Tensor:
-        """Return this rank's part of the sum of losses over a batch's answer tokens, 0-dim."""
-        if isinstance(batch, ScheduledBatch):
-            losses = self.owner.compute_losses(batch.inputs(self.device, transformers=True))
-            return batch.compute_local_loss(losses) * batch.num_labels
-        divisor = torch.ones((), dtype=torch.int64, device=self.device)
-        inputs = self.make_inputs(divisor, iterate_micro_batches(self, batch))
-        return self.owner.compute_losses(inputs).sum()
+        batches = (steps.next_batch() for _ in range(len(steps.sampler)))
+        return {"eval_loss": self.compute_eval_loss(batches, len(steps.sampler))}
 
     def compute_metrics(self, token_counts: list[int], seconds: float) -> Metrics:
         """Return "answer_tokens", "padding_share", and "mfu" if FLOPs and GPU peak are known."""
@@ -154,15 +108,6 @@ class FineTuning(TrainingJob[StepBatch | ScheduledBatch]):
     def finish(self) -> None:
         """Export the trained model to RUN_DIR/export. Collective."""
         export_run(self)
-
-
-def iterate_micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
-    """Yield each micro-batch's tensors on the device, without the micro-batch dimension A."""
-    for parts in zip(*batch.list_tensors(), strict=True):
-        if not job.packs:  # rows end with the longest of their documents
-            T = int((~parts[2]).sum(1).max().clamp(min=1))
-            parts = tuple(part[:, :T].contiguous() for part in parts[:3])
-        yield [copy_to_device(part, job.device) for part in parts]
 
 
 @dataclass(kw_only=True)

@@ -1,14 +1,15 @@
-"""`moecore generate`: continues a prompt with a trained model, by transformers in one process."""
-
-from __future__ import annotations
+"""`moecore generate` and `moecore evaluate`: a trained model, by transformers in one process."""
 
 import json
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
+from torch import Tensor
 
 from moecore.base.command_options import POSITIONAL
 from moecore.base.fields import (
@@ -29,7 +30,8 @@ from moecore.io.checkpoint.ranks import is_first_rank
 from moecore.io.hf.convert import native_to_hf
 from moecore.models import Decoder, DecoderConfig
 from moecore.packing.corpus.files import shorten_text
-from moecore.recipes.corpora import BYTES, Tokenizer
+from moecore.recipes.chat import tokenize_prompt
+from moecore.recipes.corpora import BYTES, SourceOptions, Tokenizer, open_source
 from moecore.recipes.files import find_config, parse_step_line, read_lines, replace_lines
 from moecore.recipes.hf_model import copy_files, has_tokenizer
 from moecore.recipes.parser import read_toml
@@ -78,6 +80,56 @@ def run_generate(args: GenerateConfig) -> int:
     return 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Measure the loss of a run, a checkpoint or a Hugging Face directory on documents.
+
+    Attributes:
+        path: a run (its export or latest checkpoint), a checkpoint, or a Hugging Face
+            directory.
+        data: sources, in the syntax of moecore pretrain.
+        seq_len: maximum tokens of a document; longer documents are cut.
+        max_documents: maximum documents of each source; None = all.
+    """
+
+    path: Annotated[Path, POSITIONAL]
+    data: tuple[SourceOptions, ...]
+    seq_len: Count = 1024
+    max_documents: Count | None = None
+
+
+def run_evaluate(args: EvaluateConfig) -> int:
+    """Print the mean loss per token, in nats, of each source's documents; return 0."""
+    model, tokenizer = load_model(args.path)
+    for source in [open_source(options, tokenizer) for options in args.data]:
+        total, count = 0.0, 0
+        for ids_1T in iterate_documents(source, args.seq_len, args.max_documents):
+            total += sum_losses(model, ids_1T.to(model.device))
+            count += ids_1T.shape[1] - 1
+        if not count:
+            raise ValueError(f"--data ({source.name}) must have a document of 2 tokens: add it")
+        mean = total / count
+        print(f"{source.name}: loss {mean:.4f}, perplexity {math.exp(mean):.2f}, {count} tokens")
+    return 0
+
+
+def iterate_documents(source: Any, seq_len: int, max_documents: int | None) -> Iterator[Tensor]:
+    """Yield int64 ids [1, T <= seq_len] of the first `max_documents` documents (None = all)."""
+    for i, document in enumerate(track_progress(source.documents, "evaluating", unit="documents")):
+        if i == max_documents:
+            return
+        ids = list(source.tokenize(document))[:seq_len]
+        if len(ids) > 1:
+            yield torch.tensor([ids], dtype=torch.int64, device="cpu")
+
+
+@torch.no_grad()
+def sum_losses(model: Any, ids_1T: Tensor) -> float:
+    """Return the summed cross-entropy, in nats, of all tokens of `ids_1T` except the first."""
+    logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
+    return float(torch.nn.functional.cross_entropy(logits_TV, ids_1T[0, 1:], reduction="sum"))
+
+
 def load_model(path: Path) -> tuple[Any, Tokenizer]:
     """Return the transformers model of a path, on a GPU if there is one, and its tokenizer."""
     from transformers import AutoModelForCausalLM
@@ -124,14 +176,9 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, *, is_chat: bool) -> list[i
     try:
         if tokenizer.borders is None:  # tokens are bytes
             ids = list(prompt.encode())
-        elif is_chat:
-            chat = [{"role": "user", "content": prompt}]
-            hf = tokenizer.hf
-            text = hf.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-            ids = hf(text, add_special_tokens=False)["input_ids"]
         else:
-            ids = tokenizer.hf(prompt, add_special_tokens=False)["input_ids"]
-            ids = tokenizer.borders.make_prompt(ids)
+            chat = [{"role": "user", "content": prompt}]
+            ids = tokenize_prompt(tokenizer.hf, chat if is_chat else prompt)
     except Exception as error:  # of any kind: a template is code
         part = "chat template" if is_chat else "tokenizer"
         raise ValueError(

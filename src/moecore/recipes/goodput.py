@@ -13,8 +13,6 @@ On GPUs, a step and the host's work after it may overlap. The sum of the categor
 wall time, by at most one step for each evaluation or save.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

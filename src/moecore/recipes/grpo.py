@@ -9,8 +9,6 @@ See docs/rl.md. grpo_job.py has the job, and loop.py the steps. A run that is st
 same arguments continues from its last checkpoint. RUN_DIR/export is the trained model.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -27,7 +25,7 @@ from moecore.families.transformers.lora import LoRAOptions, add_adapters
 from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.parallelize import parallelize_moe
 from moecore.planning import TransformersModel
-from moecore.recipes.data import make_batch_shape
+from moecore.recipes.data import make_batch_shape, make_item_steps
 from moecore.recipes.dry_run import MAX_TOKENS, make_planned_run, print_plan
 from moecore.recipes.files import find_model_directory
 from moecore.recipes.grpo_job import (
@@ -35,7 +33,6 @@ from moecore.recipes.grpo_job import (
     Reinforcement,
     SamplingOptions,
     load_reward,
-    make_prompt_steps,
     read_prompts,
 )
 from moecore.recipes.hf_model import (
@@ -154,6 +151,7 @@ def build_job(args: GRPOConfig) -> Reinforcement:
     if args.grpo.kl_coef and args.lora is None:  # the policy without its adapters is one
         reference = build_model(args, config, meshes, is_reference=True)
     dtype = args.get_compute_dtype(torch.device(meshes.device_type))
+    shape = make_batch_shape(args, meshes.parallel)
     logging.disable_progress_bar()  # each rank would draw one
     sampler = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
     return Reinforcement(
@@ -161,7 +159,7 @@ def build_job(args: GRPOConfig) -> Reinforcement:
         meshes=meshes,
         model=policy,
         optimizers=args.optimizer.build_optimizers(policy),
-        shape=make_batch_shape(args, meshes.parallel),
+        shape=shape,
         config=config.to_dict(),
         facts={
             "--seed": args.seed,
@@ -169,12 +167,12 @@ def build_job(args: GRPOConfig) -> Reinforcement:
             "prompts of a step": meshes.data_ranks * args.batch_size,
             **facts,
         },
-        batches=make_prompt_steps(
+        batches=make_item_steps(
             prompts,
-            rows=args.batch_size,
-            data_rank=meshes.data_rank,
-            data_ranks=meshes.data_ranks,
+            shape,
+            make_batch=lambda prompts, _seq_len: prompts,
             seed=args.seed,
+            data_rank=meshes.data_rank,
         ),
         sampler=sampler.to(meshes.device_type).eval(),
         tokenizer=tokenizer,

@@ -17,8 +17,6 @@ a full copy of the sampler, a transformers model with `generate`. The parts of a
 Legend: P prompts of a rank, G completions of each, n = P * G.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import os
@@ -35,14 +33,13 @@ from torch import Tensor
 from moecore.base.fields import CheckedRecord, Count, Positive
 from moecore.base.progress import track_progress
 from moecore.io.hf.stream import WeightStream
-from moecore.packing import PackedBatchSampler
 from moecore.packing.corpus.files import shorten_text
-from moecore.recipes.chat import find_borders, is_chat
+from moecore.recipes.chat import is_chat, tokenize_prompt
 from moecore.recipes.data import Steps, make_generator
 from moecore.recipes.errors import RewardError
 from moecore.recipes.hf_model import export_run
 from moecore.recipes.job import TrainingJob
-from moecore.recipes.loop import describe_ranks, describe_start, print_on_rank_0
+from moecore.recipes.loop import print_on_rank_0
 from moecore.recipes.metrics import Metrics
 from moecore.recipes.rows import ColumnNames, DatasetOptions, parse_tools, read_rows
 from moecore.rl import GRPO, Engine, Rollouts, group_advantages
@@ -116,14 +113,7 @@ def read_prompts(
                 "columns.prompt"
             )
         try:
-            if isinstance(prompt, str):
-                ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-                ids = find_borders(tokenizer).make_prompt(ids)
-            else:
-                tools = parse_tools(names.rename_columns(content))
-                ids = tokenizer.apply_chat_template(
-                    prompt, tools=tools, add_generation_prompt=True, return_dict=True
-                )["input_ids"]
+            ids = tokenize_prompt(tokenizer, prompt, parse_tools(names.rename_columns(content)))
         except Exception as error:  # of any kind: a template is code
             raise ValueError(
                 f"{row.location} must fit the tokenizer of --model: {shorten_text(error)}"
@@ -137,16 +127,6 @@ def read_prompts(
     if not prompts:
         raise ValueError(f"--data ({' '.join(map(str, files))}) must have a prompt: add rows")
     return prompts
-
-
-def make_prompt_steps(
-    prompts: Sequence[Prompt], *, rows: int, data_rank: int, data_ranks: int, seed: int
-) -> Steps[list[Prompt]]:
-    """Return this rank's reader of up to `rows` prompts per step; an epoch has each prompt once."""
-    sampler = PackedBatchSampler(
-        [1] * len(prompts), 1, rows=rows, data_rank=data_rank, data_ranks=data_ranks, seed=seed
-    )
-    return Steps(sampler, lambda numbers: [prompts[number] for number in numbers])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,9 +189,9 @@ class Reinforcement(TrainingJob[Samples]):
     def print_start(self) -> None:
         """Print the model, the ranks and the data of the run."""
         prompts, group = self.args.batch_size, self.sampling.group
-        progress = f"{describe_start(self, 'from its weights')} to step {self.args.steps}"
+        progress = f"{self.describe_start('from its weights')} to step {self.args.steps}"
         print_on_rank_0(
-            f"GRPO of {self.args.model} {progress} on {describe_ranks(self)}: {group} completions "
+            f"GRPO of {self.args.model} {progress} on {self.describe_ranks()}: {group} completions "
             f"of each of {prompts} prompts per data rank"
         )
 

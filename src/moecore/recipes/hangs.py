@@ -12,9 +12,6 @@ the rank in the earliest phase has not arrived. A rank without a record is stopp
 blocks Python.
 """
 
-from __future__ import annotations
-
-import faulthandler
 import http.client
 import json
 import os
@@ -118,11 +115,10 @@ class HangWatch:
 
 def read_top_frame(thread: int) -> str:
     """Return 'File "a.py", line 3 in f', the top of the Python stack of the thread with this id."""
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        match = re.search(rf"0x0*{thread:x}\b.*\n  (.*)", file.read())
-    return match[1] if match else "an unknown place"
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return "an unknown place"
+    return f'File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}'
 
 
 def read_flight_recorder() -> list[dict[str, Any]]:

@@ -3,8 +3,6 @@
 Legend: B sequences, T tokens of each.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable

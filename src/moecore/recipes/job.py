@@ -1,20 +1,23 @@
 """`TrainingJob`: model, data, loss and results of one rank's part of a run."""
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from moecore.base.progress import track_progress
+from moecore.base.streams import copy_to_device
 from moecore.io.checkpoint.ranks import run_on_first_rank
+from moecore.packing.corpus.scheduled_batch import ScheduledBatch
 from moecore.parallel.mesh import Meshes
-from moecore.recipes.data import BatchShape
+from moecore.planning.options import DEGREES
+from moecore.recipes.data import BatchShape, GraphedStep, StepBatch
 from moecore.recipes.errors import SAVES_MEMORY
 from moecore.recipes.hangs import HangWatch
 from moecore.recipes.metrics import Metrics, find_peak_tflops
@@ -24,6 +27,7 @@ from moecore.recipes.parser import format_toml
 from moecore.recipes.resume import print_option_changes, resume
 from moecore.recipes.rollback import LeftOut, SpikeStreak, read_history
 from moecore.recipes.schedule import StepSizes, TrainingStage, plan_stage
+from moecore.recipes.sdc import SDCCheck
 from moecore.recipes.stragglers import Stragglers
 from moecore.train.loss_scale import DynamicLossScale
 from moecore.train.step import TrainStep
@@ -98,6 +102,17 @@ class TrainingJob(ABC, Generic[BatchT]):
         """Return the `clip_groups` of the `TrainStep`."""
         return None
 
+    def describe_ranks(self, *notes: str) -> str:
+        """Return text: number of ranks, device, parallel degrees above 1, and `notes`."""
+        p = self.meshes.parallel
+        degrees = " ".join(f"{d}={getattr(p, d)}" for d in DEGREES if getattr(p, d) > 1)
+        details = ", ".join([degrees or "no sharding", *notes])
+        return f"{dist.get_world_size()} {self.device.type} ranks ({details})"
+
+    def describe_start(self, new_run_text: str) -> str:
+        """Return text that names the step from which a run continues; `new_run_text` if new."""
+        return f"from step {self.start}" if self.start else new_run_text
+
     @abstractmethod
     def print_start(self) -> None:
         """Print model, data and ranks before the first step of a start."""
@@ -145,3 +160,77 @@ class TrainingJob(ABC, Generic[BatchT]):
     def compute_metrics(self, counts: list[int], seconds: float) -> Metrics:
         """Return more metrics of a step; `counts` of the batch are summed over data ranks."""
         return {}
+
+
+@dataclass(kw_only=True)
+class TextTraining(TrainingJob[StepBatch | ScheduledBatch]):
+    """A job whose batches are rows of text, with --cuda-graph and [sdc_check]."""
+
+    is_transformers = False  # whether forwards have the arguments of transformers models
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+
+        def run_tensors(num_labels: Tensor, *tensors: Tensor) -> Tensor:
+            inputs = self.make_inputs(num_labels, zip(*tensors, strict=True))
+            return self.owner.forward_backward(inputs).sum()
+
+        self.graph = GraphedStep(run_tensors, self.model) if self.args.cuda_graph else None
+        options = self.args.sdc_check
+        self.sdc = options and SDCCheck(options, self.meshes.parallel, self.owner)
+
+    @abstractmethod
+    def make_inputs(
+        self, num_labels: Tensor, micro_batches: Iterable[Sequence[Tensor]]
+    ) -> list[dict[str, Any]]:
+        """Return the forward arguments of micro-batches; each loss is divided by `num_labels`."""
+
+    def iterate_micro_batches(self, batch: StepBatch) -> Iterable[Sequence[Tensor]]:
+        """Return each micro-batch's tensors on the device, without the micro-batch dimension A."""
+        return zip(*(copy_to_device(x, self.device) for x in batch.list_tensors()), strict=True)
+
+    def forward_backward(self, num_labels: Tensor, batch: StepBatch | ScheduledBatch) -> Tensor:
+        """Run the micro-batches; return this rank's part of the mean loss over `num_labels`."""
+        number = len(batch.tokens_ABT if isinstance(batch, StepBatch) else batch.cps)
+        if self.owner.num_micro_batches != number:  # in a [batch] ramp; a replay has one
+            self.owner.num_micro_batches = number
+        if self.graph is None or isinstance(batch, ScheduledBatch):
+            return self.run_batch(self.owner.forward_backward, num_labels, batch)
+        return self.graph(
+            num_labels, *(copy_to_device(x, self.device) for x in batch.list_tensors())
+        )
+
+    def run_batch(
+        self, run: Callable[..., Tensor], num_labels: Tensor, batch: StepBatch | ScheduledBatch
+    ) -> Tensor:
+        """Return this rank's part of a mean loss; `run` returns the losses of micro-batches."""
+        if isinstance(batch, ScheduledBatch):
+            inputs = batch.inputs(self.device, transformers=self.is_transformers)
+            return batch.compute_local_loss(run(inputs))
+        return run(self.make_inputs(num_labels, self.iterate_micro_batches(batch))).sum()
+
+    @torch.no_grad()
+    def compute_eval_loss(self, batches: Iterable[Any], total: int = 1) -> float:
+        """Return the mean loss of `total` batches, in nats per label. Collective."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self.model.eval()
+        for batch in track_progress(
+            batches, "evaluating", total=total, unit="batches", as_lines=True
+        ):
+            sums[0] += self.sum_losses(batch)
+            sums[1] += copy_to_device(batch.count_labels_and_tokens()[0], self.device)
+        self.model.train()
+        dist.all_reduce(sums)
+        loss, num_labels = sums.tolist()
+        return float(loss / max(num_labels, 1))
+
+    def sum_losses(self, batch: StepBatch | ScheduledBatch) -> Tensor:
+        """Return this rank's part of the sum of losses over a batch's labels, 0-dim."""
+        divisor = torch.ones((), dtype=torch.int64, device=self.device)
+        loss = self.run_batch(self.owner.compute_losses, divisor, batch)
+        return loss * batch.num_labels if isinstance(batch, ScheduledBatch) else loss
+
+
+def average_losses(losses: Metrics) -> Metrics:
+    """Return the losses "eval_loss/NAME" of several sets with their mean "eval_loss"; {} of {}."""
+    return losses and {"eval_loss": sum(losses.values()) / len(losses), **losses}

@@ -1,7 +1,5 @@
 """Starts the ranks of a job on this host, as torchrun would, and ends them by signals."""
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

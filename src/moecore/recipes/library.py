@@ -4,12 +4,10 @@ A recipe begins with comment lines: its title, then `key: value` of command, mac
 result. A model's config with the recipe's name (NAME.json) belongs to the recipe.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 from moecore.base.command_options import POSITIONAL, UsageError
 from moecore.base.text import format_columns
@@ -26,7 +24,7 @@ class ShippedRecipe:
     facts: dict[str, str]
 
     @classmethod
-    def read(cls, name: str) -> ShippedRecipe:
+    def read(cls, name: str) -> Self:
         """Return a recipe by name; UsageError for an unknown name."""
         if name not in list_recipe_names():
             raise UsageError(f"NAME ({name}) must be a recipe: moecore recipes list prints them")

@@ -9,8 +9,6 @@ step, or before a checkpoint. An overflow may be noticed one step later, but is 
 checkpoint.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import multiprocessing
@@ -31,14 +29,6 @@ from moecore.base.streams import copy_to_device
 from moecore.io import Saver
 from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.parallel.mesh import start_process_group
-from moecore.planning.options import DEGREES
-from moecore.recipes.checkpoints import (
-    clear_memory,
-    get_checkpoint_dir,
-    open_memory_saver,
-    read_latest_step,
-)
-from moecore.recipes.determinism import check_deterministic, use_deterministic_algorithms
 from moecore.recipes.errors import (
     ARGUMENT_ERRORS,
     RUN_ERRORS,
@@ -49,7 +39,6 @@ from moecore.recipes.errors import (
     silence_background_errors,
 )
 from moecore.recipes.hangs import METRICS, PEERS
-from moecore.recipes.host import bind_to_gpu, collect_garbage, disable_garbage_collection
 from moecore.recipes.job import TrainingJob
 from moecore.recipes.launch import (
     check_environment,
@@ -60,9 +49,24 @@ from moecore.recipes.launch import (
 )
 from moecore.recipes.metrics import LaunchedStep, Moment, measure_peak_memory
 from moecore.recipes.options import RunConfig
-from moecore.recipes.profiling import check_profile, trace_steps
+from moecore.recipes.process import (
+    bind_to_gpu,
+    check_deterministic,
+    check_profile,
+    collect_garbage,
+    disable_garbage_collection,
+    trace_steps,
+    use_deterministic_algorithms,
+)
 from moecore.recipes.report import RunReport, make_run_dir
-from moecore.recipes.resume import describe_continuation, save_config
+from moecore.recipes.resume import (
+    clear_memory,
+    describe_continuation,
+    get_checkpoint_dir,
+    open_memory_saver,
+    read_latest_step,
+    save_config,
+)
 from moecore.recipes.rollback import ROLLED_BACK, check_rollback, roll_back
 from moecore.recipes.schedule import is_due
 from moecore.recipes.stragglers import COMPUTE, DATA, OPTIMIZER, PhaseTimer
@@ -340,7 +344,7 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
         ep=job.meshes.parallel.ep,
         orders=orders,
         lines=lines,
-        expert_loads=logs_loads,
+        logs_loads=logs_loads,
         reader=job.reader,
         timer=timer,
         times_RP=times_RP,
@@ -356,7 +360,8 @@ def report_steps(
         launched = queue.popleft()
         step = launched.step
         job.hangs.enter(step, METRICS)
-        metrics, (all_counts, times_RP) = launched.read_metrics(), launched.read_counts_and_times()
+        metrics, loads = launched.read_metrics()
+        all_counts, times_RP = launched.read_counts_and_times()
         job.hangs.enter(step, "")
         if launched.timer is not None:
             job.stragglers.times = launched.timer.read()
@@ -370,7 +375,7 @@ def report_steps(
         if report:
             lines = job.stragglers.find_alarms(step, times_RP) if times_RP else []
             lines += launched.lines
-            report.log(step, metrics, expert_loads=launched.expert_loads, alarms=lines)
+            report.log(step, metrics, loads, logs_loads=launched.logs_loads, alarms=lines)
         job.spikes.record(step, metrics)
         job.num_nan = 0 if math.isfinite(metrics["loss"]) else job.num_nan + 1
         if job.num_nan == MOST_NAN:
@@ -378,19 +383,6 @@ def report_steps(
                 f"loss ({metrics['loss']}) of step {step} and of the {MOST_NAN - 1} before it "
                 "must be finite: lower --lr, or start again from a checkpoint before them"
             )
-
-
-def describe_ranks(job: TrainingJob[Any], *notes: str) -> str:
-    """Return text: number of ranks, device, parallel degrees above 1, and `notes`."""
-    p = job.meshes.parallel
-    degrees = " ".join(f"{d}={getattr(p, d)}" for d in DEGREES if getattr(p, d) > 1)
-    details = ", ".join([degrees or "no sharding", *notes])
-    return f"{dist.get_world_size()} {job.device.type} ranks ({details})"
-
-
-def describe_start(job: TrainingJob[Any], new_run_text: str) -> str:
-    """Return text that names the step from which a run continues; `new_run_text` if new."""
-    return f"from step {job.start}" if job.start else new_run_text
 
 
 def print_on_rank_0(line: str) -> None:

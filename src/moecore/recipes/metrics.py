@@ -1,10 +1,7 @@
 """Metrics of a step, and loggers of metrics: TensorBoard, Weights & Biases and MLflow."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
-import itertools
 import json
 import resource
 import sys
@@ -16,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -29,6 +26,7 @@ from moecore.recipes.files import read_lines
 from moecore.train.step_result import StepResult
 
 Metrics = dict[str, float]
+Loads = dict[str, list[float]]  # MoE layer -> each expert's load / the layer's mean load
 
 
 class Moment:
@@ -46,7 +44,7 @@ class Moment:
         if self.event is not None:
             self.event.synchronize()
 
-    def seconds_until(self, end: Moment) -> float:
+    def seconds_until(self, end: Self) -> float:
         """Return the seconds from this moment to `end`; the GPU must have completed both."""
         if self.event is None or end.event is None:
             return end.time - self.time
@@ -66,7 +64,7 @@ class LaunchedStep:
     result: StepResult
     counts: Tensor  # int64 [5], sums of `count_labels_and_tokens` and of ranks that stop
     ep: int
-    expert_loads: bool  # whether the load of each expert is logged
+    logs_loads: bool  # whether the load of each expert is logged
     reader: torch.cuda.Stream | None  # on which the host reads, see `TrainingJob`
     timer: Any = None  # of the step's phases on this rank; None = the step is not measured
     times_RP: Tensor | None = None  # times of an earlier step on all ranks, see `Stragglers`
@@ -75,21 +73,19 @@ class LaunchedStep:
     # Numbers or 0-dim tensors, such as those of an evaluation after the step.
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def read_metrics(self) -> Metrics:
-        """Wait until the GPU completes this step; return metrics, identical on all ranks."""
+    def read_metrics(self) -> tuple[Metrics, Loads]:
+        """Wait until the GPU completes this step; return metrics and loads, equal on all ranks."""
         self.ended.wait_for_gpu()
         with nullcontext() if self.reader is None else torch.cuda.stream(self.reader):
             values = {"loss": self.loss.item(), **self.result.to_dict()}
             extra = {name: float(value) for name, value in self.extra.items()}
-        layers = self.result.metrics.tokens_per_expert
-        if layers:  # else a dense model, or a pipeline stage without MoE layers
+        loads = take_expert_loads(values, self.result.metrics.tokens_per_expert)
+        if loads:  # else a dense model, or a pipeline stage without MoE layers
             values["rank_load_max_over_mean"] = fmean(
-                compute_rank_imbalance(
-                    get_expert_loads(values, name), self.ep, self.orders.get(name)
-                )
-                for name in layers
+                compute_rank_imbalance(loads_E, self.ep, self.orders.get(name))
+                for name, loads_E in loads.items()
             )
-        return values | extra
+        return values | extra, loads
 
     def read_counts_and_times(self) -> tuple[list[int], list[list[float]]]:
         """Wait for this step; return counts, and seconds[rank][phase] ([] if not measured)."""
@@ -98,22 +94,13 @@ class LaunchedStep:
             return self.counts.tolist(), [] if self.times_RP is None else self.times_RP.tolist()
 
 
-def get_expert_loads(metrics: Metrics, layer: str) -> list[float]:
-    """Return each expert's load / the layer's mean load; [] if `metrics` lacks the layer."""
-    names = (f"expert_load/{layer}/{e}" for e in itertools.count())
-    return [metrics[name] for name in itertools.takewhile(metrics.__contains__, names)]
-
-
-def list_moe_layers(metrics: Mapping[str, object]) -> list[str]:
-    """Return the names of the MoE layers whose loads are among the metrics."""
-    names = (name.split("/") for name in metrics)
-    return [parts[1] for parts in names if parts[0] == "expert_load" and len(parts) == 2]
-
-
-def drop_expert_loads(metrics: Metrics) -> Metrics:
-    """Return metrics without per-expert loads."""
-    layers = {f"expert_load/{layer}" for layer in list_moe_layers(metrics)}
-    return {name: value for name, value in metrics.items() if name.rpartition("/")[0] not in layers}
+def take_expert_loads(metrics: Metrics, tokens_per_expert: Mapping[str, Tensor]) -> Loads:
+    """Remove each expert's load from `metrics`, and return the loads by layer."""
+    return {
+        layer: [metrics.pop(f"expert_load/{layer}/{e}") for e in range(len(tokens_E))]
+        for layer, tokens_E in tokens_per_expert.items()
+        if f"expert_load/{layer}" in metrics
+    }
 
 
 def compute_rank_imbalance(loads_E: list[float], ep: int, order_E: Tensor | None = None) -> float:

@@ -1,10 +1,8 @@
 """`OptimizerConfig`: the optimizers of a run and their options by parameter."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from torch import nn
@@ -37,7 +35,7 @@ class ParamGroup(CheckedRecord):
     weight_decay: PositiveOrZero | None = None  # None = `OptimizerConfig.weight_decay`
 
     @classmethod
-    def from_text(cls, text: str) -> ParamGroup:
+    def from_text(cls, text: str) -> Self:
         """Return the options of a text such as "*.router.*,lr_factor=0.1,weight_decay=0"."""
         pattern, *pairs = text.split(",")
         try:

@@ -1,7 +1,5 @@
 """The options that all trainings share, the options of sharding, and checks of both."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -109,7 +107,7 @@ class RunConfig:
     skip_spikes: Annotated[SpikeOptions | None, Table(prefix=True)] = None
     logging: LoggerOptions = LoggerOptions()
     stage: TrainingStage | None = make_internal_field(None)
-    run: RunConfig | None = make_internal_field(None)
+    run: "RunConfig | None" = make_internal_field(None)
 
     def resolve(self) -> Self:
         """Return the options, with defaults that depend on other options filled in."""

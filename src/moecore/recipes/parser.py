@@ -11,8 +11,6 @@ reads the flags and prints the help. Flags take precedence over the file.
 A flag begins with the name of its table if `Table` says so, or if two fields have the same name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import inspect

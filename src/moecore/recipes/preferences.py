@@ -7,20 +7,22 @@ a completion is the text after the longest common prefix of the tokens of the pr
 prompt with each completion.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from moecore.base.fields import quote
-from moecore.packing import PackedBatchSampler
 from moecore.packing.corpus.files import shorten_text
-from moecore.recipes.chat import Example, count_common_prefix, find_borders, is_chat
-from moecore.recipes.data import BatchShape, Steps
+from moecore.recipes.chat import (
+    Example,
+    count_common_prefix,
+    find_borders,
+    is_chat,
+    tokenize_prompt,
+)
 from moecore.recipes.rows import ColumnNames, DatasetOptions, Row, normalize_message, parse_tools
 from moecore.rl import Rollouts
 
@@ -42,9 +44,9 @@ class Preference:
         """The number of tokens of the shorter completion; 0 = the pair cannot be used."""
         return min(part.num_answers for part in self.parts)
 
-    def cut(self, seq_len: int) -> Preference:
+    def cut(self, seq_len: int) -> Self:
         """Return the pair with the first `seq_len` tokens of both sequences."""
-        return Preference(self.preferred.cut(seq_len), self.rejected.cut(seq_len))
+        return type(self)(self.preferred.cut(seq_len), self.rejected.cut(seq_len))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class UnpairedPreference:
         """The number of tokens of the completion in the sequence."""
         return self.sequence.num_answers
 
-    def cut(self, seq_len: int) -> UnpairedPreference:
+    def cut(self, seq_len: int) -> Self:
         """Return the example with the first `seq_len` tokens of the sequence."""
         return replace(self, sequence=self.sequence.cut(seq_len))
 
@@ -133,28 +135,6 @@ def _make_rollouts(parts: Sequence[Example]) -> Rollouts:
     )
 
 
-def make_preference_steps(
-    examples: Sequence[Any],
-    shape: BatchShape,
-    *,
-    make_batch: Callable[[Sequence[Any], int], Any],
-    seed: int | None,
-    data_rank: int,
-) -> Steps[Any]:
-    """Return this data rank's reader of `make_batch` batches; `seed` None = no shuffle."""
-    sampler = PackedBatchSampler(
-        [1] * len(examples),
-        1,
-        rows=shape.grad_accum * shape.batch_size,
-        data_rank=data_rank,
-        data_ranks=shape.data_ranks,
-        seed=seed or 0,
-        shuffle=seed is not None,
-    )
-
-    return Steps(sampler, lambda numbers: make_batch([examples[i] for i in numbers], shape.seq_len))
-
-
 def encode_preference(
     row: Row, tokenizer: Any, seq_len: int, options: DatasetOptions, column_names: ColumnNames
 ) -> list[Preference]:
@@ -211,10 +191,16 @@ def _encode_completions(
 ) -> list[Example]:
     """Return the prompt with each completion, of which the tokens of completions are learned."""
     try:
+        prompt_ids = tokenize_prompt(tokenizer, prompt, tools)
+        full = [prompt + completion for completion in completions]
         if isinstance(prompt, str):
-            prompt_ids, *ids = _tokenize_texts(tokenizer, prompt, completions)
+            texts = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in full)
+            ids = list(map(find_borders(tokenizer).make_document, texts))
         else:
-            prompt_ids, *ids = _tokenize_chats(tokenizer, prompt, completions, tools)
+            ids = [
+                tokenizer.apply_chat_template(chat, tools=tools, return_dict=True)["input_ids"]
+                for chat in full
+            ]
     except Exception as error:  # of any kind: a template is code
         raise ValueError(
             f"{row.location} must fit the chat template of --model: {shorten_text(error)}"
@@ -235,30 +221,3 @@ def _as_messages(value: Any) -> Any:
     """Return one message or a list of messages as a list, and other values unchanged."""
     messages = [value] if isinstance(value, dict) else value
     return list(map(normalize_message, messages)) if isinstance(messages, list) else value
-
-
-def _tokenize_texts(tokenizer: Any, prompt: str, completions: Sequence[str]) -> Iterator[list[int]]:
-    """Yield the token ids of the prompt, and of the prompt with each completion and its end."""
-    borders = find_borders(tokenizer)
-    prompt_ids, *ids = (
-        tokenizer(text, add_special_tokens=False)["input_ids"]
-        for text in (prompt, *(prompt + completion for completion in completions))
-    )
-    yield borders.make_prompt(prompt_ids)
-    yield from map(borders.make_document, ids)
-
-
-def _tokenize_chats(
-    tokenizer: Any, prompt: list[Any], completions: Sequence[list[Any]], tools: Any
-) -> Iterator[list[int]]:
-    """Yield ids of the prompt, ending with an answer's beginning, and with each completion."""
-
-    def render(messages: list[Any], *, is_prompt: bool = False) -> list[int]:
-        ids: list[int] = tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=is_prompt, return_dict=True
-        )["input_ids"]
-        return ids
-
-    yield render(prompt, is_prompt=True)
-    for completion in completions:
-        yield render([*prompt, *completion])

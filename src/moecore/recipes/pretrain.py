@@ -9,8 +9,6 @@ See docs/pretraining.md. The same command continues a run from its last complete
 number of ranks. corpus_training.py has the job, loop.py the steps, and corpora.py the data.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -115,7 +113,7 @@ class PretrainConfig(ShardedConfig):
     batch: BatchRamp = BatchRamp()
     samples: SampleOptions = SampleOptions()
     sdc_check: Annotated[SDCOptions | None, Table(prefix=True)] = None
-    stages: tuple[PretrainConfig, ...] = make_internal_field(())
+    stages: "tuple[PretrainConfig, ...]" = make_internal_field(())
     stage_tables: tuple[dict[str, Any], ...] = make_internal_field(())
 
     def __post_init__(self) -> None:

@@ -4,8 +4,6 @@ tqdm, TensorBoard and matplotlib are optional: the names of missing packages are
 and MLflow are options.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import math
@@ -17,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 from moecore.io.checkpoint.directory import CHECKPOINTS
 from moecore.recipes.alarms import Alarms
@@ -26,10 +24,8 @@ from moecore.recipes.goodput import STEPS, WALL_TIME, WallTime
 from moecore.recipes.metrics import (
     MLFLOW_ID,
     WANDB_ID,
+    Loads,
     Metrics,
-    drop_expert_loads,
-    get_expert_loads,
-    list_moe_layers,
     open_loggers,
 )
 from moecore.recipes.options import RunConfig
@@ -95,18 +91,26 @@ class RunReport:
         self.alarms = Alarms()
 
     def log(
-        self, step: int, metrics: Metrics, *, expert_loads: bool = True, alarms: Sequence[str] = ()
+        self,
+        step: int,
+        metrics: Metrics,
+        loads: Loads,
+        *,
+        logs_loads: bool = True,
+        alarms: Sequence[str] = (),
     ) -> None:
-        """Write a step's metrics, with each expert's load if `expert_loads`; print alarms."""
-        for line in [*self.alarms.find_alarms(step, metrics), *alarms]:
+        """Write a step's metrics, and if `logs_loads` each expert's load; print alarms."""
+        for line in [*self.alarms.find_alarms(step, metrics, loads), *alarms]:
             print(line, flush=True) if self.bar is None else self.bar.write(line)
-        metrics = metrics if expert_loads else drop_expert_loads(metrics)
+        loads = loads if logs_loads else {}
         self.wall_time.add(STEPS, metrics.get("step_seconds", 0.0))
         metrics["goodput"] = self.wall_time.compute_goodput()
         self.wall_time.save(is_forced=step == self.steps)
-        self.file.write(json.dumps({"step": step, **pack_loads(metrics)}).encode() + b"\n")
+        lists = {f"expert_loads/{name}": [round(x, 3) for x in y] for name, y in loads.items()}
+        self.file.write(json.dumps({"step": step, **metrics, **lists}).encode() + b"\n")
+        flat = {f"expert_load/{n}/{e}": x for n, y in loads.items() for e, x in enumerate(y)}
         for logger in self.loggers:
-            logger.log(metrics, step)
+            logger.log(metrics | flat, step)
         entries = [entry for entry in BAR_METRICS if entry[0] in metrics]
         postfix = {label: format(metrics[name], spec) for name, label, spec in entries}
         if self.bar is not None:
@@ -117,7 +121,7 @@ class RunReport:
             numbers = ", ".join(f"{name} {value}" for name, value in postfix.items())
             print(f"step {step} of {self.steps}: {numbers}", flush=True)
 
-    def __enter__(self) -> RunReport:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
@@ -134,16 +138,6 @@ class RunReport:
             logger.close()
         if self.figure:
             draw_curves(self.figure, self.path, self.unit)
-
-
-def pack_loads(metrics: Metrics) -> dict[str, Any]:
-    """Return metrics with one list of expert loads per layer, rounded to three decimals."""
-    loads = {
-        f"expert_loads/{layer}": get_expert_loads(metrics, layer)
-        for layer in list_moe_layers(metrics)
-    }
-    lists = {name: [round(x, 3) for x in loads_E] for name, loads_E in loads.items() if loads_E}
-    return drop_expert_loads(metrics) | lists
 
 
 def make_run_dir(path: Path) -> None:
@@ -209,10 +203,10 @@ def draw_curves(figure_module: ModuleType, metrics_path: Path, loss_unit: str = 
     load.plot(steps, [line.get(LOAD, math.nan) for line in lines], linewidth=1)
     load.axhline(1.0, color="gray", linewidth=0.8, linestyle=":")
     load.set(ylabel="busiest expert / mean\n(worst layer)", xlabel="step")
-    names = list_moe_layers(lines[-1]) if lines else []
-    keys = {f"expert_load/{name}" for name in names}
-    full_lines = [line for line in lines if keys and keys <= line.keys()]
-    rows = [[line[f"expert_load/{name}"] for line in full_lines] for name in names]
+    keys = [key for key in lines[-1] if key.startswith("expert_load/")] if lines else []
+    names = [key.removeprefix("expert_load/") for key in keys]
+    full_lines = [line for line in lines if keys and line.keys() >= {*keys}]
+    rows = [[line[key] for line in full_lines] for key in keys]
     _draw_map(canvas, layers, full_lines, rows, vmin=1.0)
     short = [name.partition("layers.")[2].removesuffix(".mlp") for name in names]
     layers.set(ylabel="MoE layer", title="busiest expert / mean")

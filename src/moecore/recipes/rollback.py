@@ -10,8 +10,6 @@ the batches of a run whose data never had them:
     again              | 21  24  25       line 20 has "left_out": [[22, 23]]
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -20,12 +18,12 @@ from pathlib import Path
 import torch
 
 from moecore.io.checkpoint.ranks import run_on_first_rank
-from moecore.recipes.checkpoints import read_latest_step
 from moecore.recipes.errors import DivergedError
 from moecore.recipes.files import replace_lines
 from moecore.recipes.metrics import Metrics
 from moecore.recipes.options import RunConfig
 from moecore.recipes.report import METRICS, read_metrics
+from moecore.recipes.resume import read_latest_step
 from moecore.train.spikes import SpikeLimit, SpikeOptions
 
 LEFT_OUT = "left_out"  # in metrics.jsonl: first and last batch of each rollback to this step

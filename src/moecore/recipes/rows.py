@@ -10,8 +10,6 @@ Legend of roles: human = user, gpt = assistant, observation = tool. A function_c
 assistant's message whose text is the JSON of a tool call.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Learning rate schedule, batch ramp, and the stages of a run with their steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace

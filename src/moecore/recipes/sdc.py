@@ -12,8 +12,6 @@ A rank that differs from both neighbors has the error. With two groups, both ran
 Source: `RerunStateMachine` of Megatron-Core; ByteRobust (arXiv:2509.16293).
 """
 
-from __future__ import annotations
-
 import math
 import socket
 from collections.abc import Callable, Sequence

@@ -15,8 +15,6 @@ The steps whose expert loads are logged are measured, and one all-gather of thre
 in a later step compares the ranks. Other steps have no measurement.
 """
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections import Counter

@@ -15,8 +15,6 @@ the files may have any order.
 Legend: N tokens, M learned tokens, k tokens per learned token, A micro-batches.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace

@@ -6,8 +6,6 @@ answer (chosen) and the reversed words of the answer (rejected). `--task sums` i
 grpo`: sums of two digits, learned by reward.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -14,8 +14,6 @@ step. docs/performance.md has the speed of this command:
         --bias-per-micro-batch
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path

@@ -11,8 +11,6 @@ recorded routing. Code that reads or writes parameters by expert runs in `restor
 Legend: E experts, P ranks of ep, r rows of dim 0 of this rank's shard.
 """
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Phases of `parallelize_moe` for compilation, activation memory and CUDA graphs."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from moecore.parallel.model.parallel_state import ParallelState

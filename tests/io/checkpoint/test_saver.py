@@ -339,14 +339,14 @@ def unlike_values(root: Path, rank: int, model: torch.nn.Module) -> Iterator[tup
 def resumed(root: Path, rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """The example looks for the newest checkpoint on rank 0 only; its error reaches all."""
     sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
-    from moecore.recipes import checkpoints, resume
+    from moecore.recipes import resume
 
     (root / "checkpoints").mkdir(parents=True, exist_ok=True)
     dist.barrier()
     if rank == 0:
         (root / "checkpoints" / "latest").write_text("damaged")
     else:
-        checkpoints.latest = _no_space
+        resume.latest = _no_space
     args = SimpleNamespace(run_dir=root, checkpoint_dir=None, memory_checkpoint_every=0)
     rest: Any = (None, None, None)  # TrainStep, moves and sampler, which the error comes before
     return error_of(

@@ -187,7 +187,7 @@ def compared(meshes, config, fractions, recompute) -> dict[str, Any]:
         "out": offload.out_bytes,
         "back": offload.back_bytes,
         "late": offload.late_bytes,
-        "on host": offload.used_host_bytes,
+        "on host": offload._pool.used_bytes,
     }
 
 

@@ -132,7 +132,7 @@ def test_gradients_have_the_bits_of_those_without(name, run, monkeypatch) -> Non
         offload = blocks.offloaded(model, parts)
         assert_equal(gradients(model, run), want)
         host_bytes = offload.host_bytes
-        assert offload.out_bytes > 0 == offload.used_host_bytes
+        assert offload.out_bytes > 0 == offload._pool.used_bytes
         assert run is not one or offload.out_bytes == offload.back_bytes
         assert_equal(gradients(model, run), want)
         assert run is not one or offload.host_bytes == host_bytes, "of earlier steps"
@@ -195,7 +195,7 @@ def test_chunks_in_flight_are_away() -> None:
                 )
             assert_equal(found, want[number])
         peaks[-number] = bytes_.peak
-    assert offload.late_bytes == offload.used_host_bytes == 0
+    assert offload.late_bytes == offload._pool.used_bytes == 0
     assert offload.candidate_bytes == offload.out_bytes == offload.back_bytes
     of_forward = offload.out_bytes // (2 * (4 + 8))
     assert of_forward == 2 * 4 * 48 * (2 * (16 + 2) + 3 * 16 + 9 * 16), "of both layers"
@@ -208,9 +208,9 @@ def test_a_chunk_that_fails_leaves_nothing() -> None:
     with pytest.raises(ZeroDivisionError), offload.offload_forward(offloads_last_block=True):
         loss = model(*batch(0)) / (1 // 0)
         loss.backward()
-    assert offload.out_bytes > 0 == offload.used_host_bytes and not offload._pending_free
+    assert offload.out_bytes > 0 == offload._pool.used_bytes and not offload._pending_free
     assert_equal(gradients(model, one), want)
-    assert offload.late_bytes == offload.used_host_bytes == 0
+    assert offload.late_bytes == offload._pool.used_bytes == 0
 
 
 def test_a_fraction_is_met_in_all_layers_alike() -> None:
@@ -436,9 +436,9 @@ def test_device_memory_is_free_and_host_memory_goes_back_with_the_graph() -> Non
         return h.sin()
 
     y = layers_of(offload, function, x)
-    assert saved[0].expired() and offload.used_host_bytes > 0
+    assert saved[0].expired() and offload._pool.used_bytes > 0
     del y
-    assert offload.used_host_bytes == 0 and offload.host_bytes > 0
+    assert offload._pool.used_bytes == 0 and offload.host_bytes > 0
 
 
 def test_other_hooks_and_recomputation_decide_themselves() -> None:
@@ -456,7 +456,7 @@ def test_other_hooks_and_recomputation_decide_themselves() -> None:
 
     offload = blocks.offloaded(model)
     assert_equal(gradients(model, checkpointed), want)
-    assert 0 < offload.out_bytes == offload.back_bytes and offload.used_host_bytes == 0
+    assert 0 < offload.out_bytes == offload.back_bytes and offload._pool.used_bytes == 0
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -481,7 +481,7 @@ def test_gathered_weights_of_inner_units_are_right(reshard: bool) -> None:
     )
     for _ in range(2):
         assert_equal(run(), want)
-    assert offload.out_bytes > 0 and offload.used_host_bytes == 0
+    assert offload.out_bytes > 0 and offload._pool.used_bytes == 0
 
 
 def test_compiled_blocks_compute_the_same() -> None:
@@ -514,7 +514,7 @@ def test_nothing_is_left_to_the_garbage_collector() -> None:
     try:
         for _ in range(2):
             one(model)
-            assert offload.used_host_bytes == 0
+            assert offload._pool.used_bytes == 0
         gc.collect()
         assert not any(type(found) is Tensor for found in gc.garbage)
     finally:

@@ -84,7 +84,7 @@ def test_late_copies_and_late_compute_give_equal_gradients(parts, which, monkeyp
     with late(which, monkeypatch):
         for _ in range(3):
             assert_equal(gradients(model, seeds), want)
-    assert offload.out_bytes > 0 and offload.used_host_bytes == 0
+    assert offload.out_bytes > 0 and offload._pool.used_bytes == 0
 
 
 class Beside(nn.Module):
@@ -130,7 +130,7 @@ def test_chunks_in_flight_are_away(which: str, monkeypatch: pytest.MonkeyPatch) 
         with late(which, monkeypatch):
             in_chunks(model, offload, batches)
         assert_equal(grads_of(model), want)
-    assert offload.late_bytes == offload.used_host_bytes == 0
+    assert offload.late_bytes == offload._pool.used_bytes == 0
     assert offload.candidate_bytes == offload.out_bytes == offload.back_bytes > 0
     with host_never_waits():
         in_chunks(model, offload, batches)

@@ -333,7 +333,7 @@ def test_offload_of_every_part_beside_what_is_computed_again(name: str) -> None:
     offload.min_bytes = 1
     model(tokens(0), tokens(1)).backward()
     assert offload.out_bytes == offload.candidate_bytes == offload.back_bytes > 0
-    assert offload.used_host_bytes == 0
+    assert offload._pool.used_bytes == 0
     equal(gradients(model), gradients(plain))
 
 

@@ -214,7 +214,7 @@ def test_other_parts_may_be_offloaded(group: None, run: Callable[[Tower], None])
     for _ in range(2):
         assert_equal(gradients(model, run), want)
     assert stash.out_bytes > alone and offload.out_bytes > 0
-    assert all_free(stash) and offload.used_host_bytes == 0
+    assert all_free(stash) and offload._pool.used_bytes == 0
 
 
 def test_forwards_in_flight_share_a_buffer_of_the_worst_case(group: None) -> None:

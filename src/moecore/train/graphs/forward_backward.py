@@ -9,8 +9,6 @@ so its work may differ between steps. Captured collectives have no timeout. If a
 the first replay, all ranks raise. If a rank raises later, the other ranks hang, so end the job.
 """
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Callable, Iterator
@@ -170,7 +168,7 @@ class _CapturedStep:
     graph: torch.cuda.CUDAGraph
     model: nn.Module
     state: MoEState
-    facts: GraphFacts
+    facts: "GraphFacts"
     inputs: Inputs
     outputs: Any
     grads: list[tuple[nn.Parameter, Tensor]]  # of parameters, which the graph writes

@@ -1,7 +1,5 @@
 """Nested values without their tensors: arguments and results of a part, compared between calls."""
 
-from __future__ import annotations
-
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 

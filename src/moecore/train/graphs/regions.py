@@ -5,8 +5,6 @@ graph_blocks        captures this code, routers, shared experts and the work of 
                     its host sync in CUDA graphs
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moecore.base.saved_tensors import UsedRows
 from moecore.base.torch_private import allocate_as_host_memory, get_storage_key
 from moecore.kernels.common import device_of, next_power_of_2
 from moecore.kernels.rows.move import copy_first_rows
@@ -106,10 +105,6 @@ class HostPool:
     def num_bytes(self) -> int:
         """Bytes of host memory that the pool has allocated."""
         return self._slabs.num_bytes
-
-    def can_store(self, used_rows: UsedRows | None) -> bool:
-        """Return True, because host memory can store any storage."""
-        return True
 
     def copy_to_store(self, copies: Sequence[StorageCopy]) -> list[StorageCopy]:
         """Start to copy storages to host memory; return the copies that fit into its limit."""

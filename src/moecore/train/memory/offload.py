@@ -52,8 +52,6 @@ class Offload(SavedStorages):
     memory are used; None = no limit.
     """
 
-    _rows_only = False  # True: only matrices whose used rows are counted are offloaded
-
     def __init__(
         self,
         device: torch.device,

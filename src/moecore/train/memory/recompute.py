@@ -8,14 +8,12 @@ gradient of y = x W reads x and W, never y. Recomputation therefore runs no prod
     x saved -> norm -> [x' dropped] -> linear -> [q saved] -> rotary -> [q' dropped] -> attention
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +47,7 @@ class _View(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def from_tensor(cls, tensor: Tensor) -> _View:
+    def from_tensor(cls, tensor: Tensor) -> Self:
         return cls(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
 
 
@@ -80,7 +78,7 @@ class _DroppedValue:
 
     __slots__ = ("_base", "_place", "_region", "_view")
 
-    def __init__(self, region: _RegionCall, place: _ValuePlace, base: _View, view: _View) -> None:
+    def __init__(self, region: "_RegionCall", place: _ValuePlace, base: _View, view: _View) -> None:
         self._region, self._place, self._base, self._view = region, place, base, view
         region.handle_counts[place] += 1
 

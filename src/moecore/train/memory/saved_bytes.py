@@ -3,8 +3,6 @@
 saved_bytes = count_saved_bytes(model, blocks, lambda copy: copy(tokens), options=options, ...)
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set

@@ -105,10 +105,6 @@ class PageStore:
         """Bytes of the pages on the device."""
         return 0 if self.pool is None else self.pool.pages.nbytes
 
-    def can_store(self, used_rows: UsedRows | None) -> bool:
-        """Whether the used rows are known, and also their number with balanced routing."""
-        return used_rows is not None and used_rows.balanced is not None
-
     def copy_to_store(self, copies: Sequence[StorageCopy]) -> list[StorageCopy]:
         """Start to copy used rows to pages; return `copies`, because pages accept all of them."""
         in_capture = self._return_pending_pages()

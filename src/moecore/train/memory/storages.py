@@ -11,8 +11,6 @@ parts of blocks begin and end:
     _process_deletions    handles were deleted        -> copies of the next groups back start
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections import deque
@@ -40,9 +38,6 @@ from moecore.train.memory.streams import CopyStreams
 class Store(Protocol):
     """Protocol of memory for copies of storages, called by one thread at a time. No host sync."""
 
-    def can_store(self, used_rows: UsedRows | None) -> bool:
-        """Whether this store accepts a storage with these used rows; None = all rows are used."""
-
     def copy_to_store(self, copies: Sequence[StorageCopy]) -> list[StorageCopy]:
         """Start copies of storages to the store; return the copies that the store accepted."""
 
@@ -63,7 +58,7 @@ class _OffloadedTensor:
 
     __slots__ = ("_dtype", "_offset", "_shape", "_storages", "_stride", "_use")
 
-    def __init__(self, storages: SavedStorages, storage_use: StorageUse, tensor: Tensor) -> None:
+    def __init__(self, storages: "SavedStorages", storage_use: StorageUse, tensor: Tensor) -> None:
         self._storages, self._use = storages, storage_use
         self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
         self._offset = tensor.storage_offset()
@@ -86,6 +81,8 @@ class SavedStorages:
     `fraction` is the maximum share of saved bytes that is copied, `min_bytes` is the size of the
     smallest copied storage, and `max_host_bytes` limits pinned memory (None = no limit).
     """
+
+    _rows_only = False  # True: only matrices whose used rows are counted are copied
 
     def __init__(
         self, device: torch.device, fraction: float, min_bytes: int, max_host_bytes: int | None
@@ -119,11 +116,6 @@ class SavedStorages:
         return self._pool.num_bytes
 
     @property
-    def used_host_bytes(self) -> int:
-        """Bytes of host memory with copies that a backward may still read."""
-        return self._pool.used_bytes
-
-    @property
     def stored_keys(self) -> frozenset[int]:
         """Keys (`StorageWeakRef.cdata`) of the storages that have a copy in the store."""
         return frozenset(key for key, copy in self._copies.items() if copy.piece is not None)
@@ -144,7 +136,7 @@ class SavedStorages:
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
             return None
         rows = find_used_rows(tensor)
-        if not self._store.can_store(rows):
+        if self._rows_only and (rows is None or rows.balanced is None):
             return None
         storage = tensor.untyped_storage()
         if storage.nbytes() < max(self.min_bytes, 1) or tensor.device != self._streams.device:

@@ -4,8 +4,6 @@ Streams wait for each other on events; the host never waits. On a CPU each copy 
 call returns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -26,7 +24,7 @@ class CopyJob(NamedTuple):
     source: Any
     run: Callable[[Any, Any], None] | None = None
 
-    def launch_on(self, stream: CopyStream) -> None:
+    def launch_on(self, stream: "CopyStream") -> None:
         """Launch the copy on the stream; on a CPU the copy is complete at return."""
         if self.run is None:
             stream.copy(self.target, self.source)

@@ -10,8 +10,6 @@ gradients stay on the GPU. They are copied in chunks of `CHUNK` elements through
 slots, so pinned memory does not grow with the model.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -8,13 +8,11 @@ parameter's module decides: experts and their layout, shared experts, latent pro
 linears.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +56,16 @@ class MatrixCut(CheckedRecord):
         return sum(self.sizes) * self.repeats
 
 
+class MatrixPart(NamedTuple):
+    """Indices (int64) of a shard in the local tensor and in the full matrices of a section."""
+
+    batch: Tensor  # which matrices, in local order
+    rows: Tensor  # indices in the rank's local tensor
+    matrix_rows: Tensor  # the indices of the same rows in the full matrix
+    columns: Tensor  # as `rows`
+    matrix_columns: Tensor  # as `matrix_rows`
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixLayout(CheckedRecord):
     """View of a parameter as [batch, rows, columns]; `sections` divides each matrix into several.
@@ -87,7 +95,7 @@ class MatrixLayout(CheckedRecord):
             return [(size, self.columns) for size in sizes]
         return [(self.rows, size) for size in sizes]
 
-    def make_output_layout(self) -> MatrixLayout:
+    def make_output_layout(self) -> Self:
         """Return the layout of one element per output: [batch, rows, 1] or [batch, 1, columns]."""
         if self.sections is not None and self.sections.dim != int(self.transposed):
             raise ValueError(
@@ -125,16 +133,6 @@ class MatrixLayout(CheckedRecord):
                 axes[cut_dim].append((local, run[local] * size + place[local] - start))
                 start += size
         return [MatrixPart(batch, *rows, *columns) for rows, columns in zip(*axes, strict=True)]
-
-
-class MatrixPart(NamedTuple):
-    """Indices (int64) of a shard in the local tensor and in the full matrices of a section."""
-
-    batch: Tensor  # which matrices, in local order
-    rows: Tensor  # indices in the rank's local tensor
-    matrix_rows: Tensor  # the indices of the same rows in the full matrix
-    columns: Tensor  # as `rows`
-    matrix_columns: Tensor  # as `matrix_rows`
 
 
 Choice = Literal["muon", "adamw"]

@@ -13,13 +13,11 @@ With `beta2` owners also divide each output by its root mean square (`output_mea
 Source: https://kellerjordan.github.io/posts/muon; scale and weight decay, arXiv:2502.16982.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -34,6 +32,7 @@ from moecore.base.fields import (
     PositiveOrZero,
     check_arguments,
 )
+from moecore.base.params import chunk_by_size
 from moecore.base.torch_private import get_local_tensor, zeros_like
 from moecore.kernels.momentum import momentum_
 from moecore.train.optim.exchange import ExchangeRound, MatrixBlock, MatrixPlan, make_matrix_plan
@@ -65,7 +64,7 @@ class MuonOptions(CheckedRecord):
     beta2: Momentum | None = None
 
     @classmethod
-    def from_group(cls, param_group: dict[str, Any]) -> MuonOptions:
+    def from_group(cls, param_group: dict[str, Any]) -> Self:
         """Return the current options of a param group; ValueError if one is out of range."""
         options = {f.name: param_group[f.name] for f in fields(cls) if f.name in param_group}
         options["ns_coefficients"] = tuple(options["ns_coefficients"])
@@ -275,20 +274,14 @@ class _MuonStep:
         self, plan: MatrixPlan
     ) -> Iterator[list[tuple[int, slice, list[MatrixBlock]]]]:
         """Yield chunks of unsharded matrices: lists of (parameter index, batch slice, blocks)."""
-        chunk: list[tuple[int, slice, list[MatrixBlock]]] = []
-        numel = 0
+        pieces: list[tuple[int, slice, list[MatrixBlock]]] = []
         for place, blocks in plan.local_blocks.items():
-            batch, *matrix = self.views[place].weight.shape
-            size = max(1, CHUNK_NUMEL // max(1, matrix[0] * matrix[1]))
-            for start in range(0, batch, size):
-                stop = min(batch, start + size)
-                chunk.append((place, slice(start, stop), blocks))
-                numel += (stop - start) * matrix[0] * matrix[1]
-                if numel >= CHUNK_NUMEL:
-                    yield chunk
-                    chunk, numel = [], 0
-        if chunk:
-            yield chunk
+            batch, rows, columns = self.views[place].weight.shape
+            size = max(1, CHUNK_NUMEL // max(1, rows * columns))
+            pieces += [(place, slice(i, i + size), blocks) for i in range(0, batch, size)]
+        return chunk_by_size(
+            pieces, lambda piece: self.views[piece[0]].weight[piece[1]].numel(), CHUNK_NUMEL
+        )
 
     def _step_local_matrices(
         self, chunk: list[tuple[int, slice, list[MatrixBlock]]], means_plan: MatrixPlan | None

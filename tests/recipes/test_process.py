@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moecore.recipes import host
+from moecore.recipes import process
 
 
 @pytest.fixture
@@ -22,10 +22,10 @@ def system(tmp_path: Path) -> Path:
 
 
 def test_cpus_of_the_node(system: Path) -> None:
-    assert host.find_numa_cpus("0000:1b:00.0", system) == {0, 16, 17, 18}
-    assert host.find_numa_cpus("0000:1c:00.0", system) == set()
+    assert process.find_numa_cpus("0000:1b:00.0", system) == {0, 16, 17, 18}
+    assert process.find_numa_cpus("0000:1c:00.0", system) == set()
     (system / "bus/pci/devices/0000:1b:00.0/numa_node").write_text("-1\n")  # a machine without
-    assert host.find_numa_cpus("0000:1b:00.0", system) == set()
+    assert process.find_numa_cpus("0000:1b:00.0", system) == set()
 
 
 def test_a_rank_runs_beside_its_gpu(system: Path, monkeypatch: Any) -> None:
@@ -35,28 +35,28 @@ def test_a_rank_runs_beside_its_gpu(system: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: bound.append(cpus))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 16})
-    assert host.bind_to_gpu(system) is None  # no GPU
+    assert process.bind_to_gpu(system) is None  # no GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert host.bind_to_gpu(system) == {0, 16} and bound == [{0, 16}]
+    assert process.bind_to_gpu(system) == {0, 16} and bound == [{0, 16}]
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1})  # the scheduler's choice stays
-    assert host.bind_to_gpu(system) is None and len(bound) == 1
+    assert process.bind_to_gpu(system) is None and len(bound) == 1
 
 
 def test_garbage_by_hand(monkeypatch: Any) -> None:
     collected: list[int] = []
-    host.collect_garbage(host.COLLECT_EVERY)  # the collector is on
-    with pytest.raises(RuntimeError), host.disable_garbage_collection():
+    process.collect_garbage(process.COLLECT_EVERY)  # the collector is on
+    with pytest.raises(RuntimeError), process.disable_garbage_collection():
         assert not gc.isenabled()
         monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
-        host.collect_garbage(1)
+        process.collect_garbage(1)
         assert not collected
-        host.collect_garbage(2 * host.COLLECT_EVERY)
+        process.collect_garbage(2 * process.COLLECT_EVERY)
         raise RuntimeError
     assert gc.isenabled() and collected == [1]
     gc.disable()
     gc.freeze()
     try:
-        with host.disable_garbage_collection():
+        with process.disable_garbage_collection():
             pass
         assert not gc.isenabled() and gc.get_freeze_count() > 0  # as the caller left them
     finally:
