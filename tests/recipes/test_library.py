@@ -1,6 +1,7 @@
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,17 @@ def test_a_copy_trains_and_replaces_nothing(tmp_path: Path, monkeypatch: Any, ca
     assert main(["pretrain", "tiny.toml", "--dry-run", "--gpu", "h100-80"]) == 1
     assert "pinned host memory of a server: " in (printed := capsys.readouterr().out)
     assert ": does not fit: moecore plan" in printed and not (tmp_path / "runs").exists()
+
+
+def test_no_recipe_trains_into_a_directory_that_the_pages_make() -> None:
+    """`moecore tiny-model DIR` refuses a directory that exists, and a reader follows many pages."""
+    root = Path(__file__).parents[2]
+    recipes = [file.read_text() for file in CONFIGS.glob("*.toml")]
+    pages = [file.read_text() for file in (root / "README.md", *(root / "docs").glob("*.md"))]
+    made = set(re.findall(r"moecore tiny-model (runs/\w+)", "\n".join(recipes + pages)))
+    run_dirs = [tomllib.loads(text)["run_dir"] for text in recipes]
+    assert {"runs/tiny", "runs/sums"} <= made and not made & set(run_dirs)
+    assert len(set(run_dirs)) == len(run_dirs)
 
 
 def test_recipes_that_there_are_not(capsys: Any) -> None:
