@@ -80,6 +80,27 @@ def test_a_run_its_checkpoints_and_one_checkpoint_are_the_model(tiny, tmp_path, 
     assert len(texts) == 1
 
 
+def test_a_checkpoint_without_a_config_names_the_conversion(tiny, tmp_path, capsys) -> None:
+    step = hf_to_native(tiny, tmp_path / "checkpoints", step=3)
+    (tmp_path / "config.toml").write_text('preset = "tiny"\n')
+    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 1
+    error = capsys.readouterr().err
+    words = re.findall("moecore (checkpoint convert .*) NEW_DIR --config CONFIG", error)[0].split()
+    assert words[-1] == str(step)
+    assert main([*words, str(tmp_path / "new"), "--config", str(tiny)]) == 0
+
+
+def test_a_model_of_more_ids_than_bytes_must_have_a_tokenizer(tiny, tmp_path, capsys) -> None:
+    (run := tmp_path / "run").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(tiny / name, run / name)
+    for words in (["generate", str(run), "--prompt=a"], ["evaluate", str(run), "--data=python:"]):
+        assert main(words) == 1
+        assert "must have a tokenizer for its 2048 ids: copy tok" in capsys.readouterr().err
+    (run / "config.toml").write_text('tokenizer = "bytes"\n')  # the run trained on bytes
+    assert main(["generate", str(run), "--prompt=a", "--max-new-tokens=1"]) == 0
+
+
 def test_documents_are_cut_and_limited() -> None:
     source = SimpleNamespace(documents=["abcd", "a", "ab", "abc"], tokenize=str.encode)
     assert [ids.tolist() for ids in evaluate.iterate_documents(source, 3, 3)] == [
@@ -109,7 +130,8 @@ def test_the_loss_is_that_of_each_document_alone(tiny: Path, capsys: Any) -> Non
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ("generate missing --prompt a", 1, "PATH (missing) must be a Hugging Face directory"),
+        ("generate missing --prompt a", 1, "Hugging Face directory or a run: it is not there"),
+        ("generate TINY/.. --prompt a", 1, "a run: it has neither config.json nor checkpoints"),
         ("generate TINY --prompt=", 1, "--prompt must have at least one token"),
         ("evaluate TINY --data missing.jsonl", 1, "missing.jsonl must be a readable file"),
         ("evaluate TINY --data a,weight=x", 2, "SourceOptions.weight ('x') must be a finite numbe"),
