@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from moecore.base.progress import show_progress
 from moecore.base.torch_private import patch_attributes
 from moecore.io import latest, load
+from moecore.io.checkpoint.comparison import STRICT_HINT
 from moecore.io.checkpoint.manifest import read_manifest
 from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.models import Decoder
@@ -49,6 +50,14 @@ def resume(
     if newest is None:
         return 0
     saved_facts = run_on_first_rank(lambda: read_manifest(newest).facts)
+    if not {"step", *facts} <= saved_facts.extra.keys():
+        raise ValueError(f"--run-dir ({newest}) must be this script's: use another one")
+    for name, value in facts.items():
+        if value != saved_facts.extra[name]:
+            raise ValueError(
+                f"{name} ({value}) must be {saved_facts.extra[name]} as in {newest}, which this "
+                "run would continue: use that, or another --run-dir"
+            )
     saved_stage = saved_facts.extra.get("stage")
     begins_stage = stage.is_previous_stage(saved_facts.step, saved_stage)
     rotary: AbstractContextManager[None] = nullcontext()
@@ -58,15 +67,11 @@ def resume(
         rotary,  # of the stage before, which the checkpoint has
         show_progress(f"loading {newest.name}", unit="B") as report,
     ):
-        extra = load(newest, model, optimizers, progress=report)
-    if not {"step", *facts} <= extra.keys():
-        raise ValueError(f"--run-dir ({newest}) must be this script's: use another one")
-    for name, value in facts.items():
-        if value != extra[name]:
-            raise ValueError(
-                f"{name} ({value}) must be {extra[name]} as in {newest}, which this run would "
-                "continue: use that, or another --run-dir"
-            )
+        try:
+            extra = load(newest, model, optimizers, progress=report)
+        except ValueError as error:
+            text = str(error).removesuffix(STRICT_HINT)  # no flag sets strict
+            raise ValueError(f"{text}, or use another --run-dir") from None
     owner.load_state_dict(extra)
     try:
         sampler.load_state_dict(extra.get("data", {}))
