@@ -102,12 +102,13 @@ def test_a_model_of_more_ids_than_bytes_must_have_a_tokenizer(tiny, tmp_path, ca
 
 
 def test_documents_are_cut_and_limited() -> None:
-    source = SimpleNamespace(documents=["abcd", "a", "ab", "abc"], tokenize=str.encode)
-    assert [ids.tolist() for ids in evaluate.iterate_documents(source, 3, 3)] == [
+    documents = [list(text) for text in (b"abcd", b"a", b"ab", b"abc")]
+    source = SimpleNamespace(documents=documents, tokenize=None)
+    assert [ids.tolist() for ids in evaluate.iterate_documents(source, 3, 3, 256)] == [
         [[97, 98, 99]],
         [[97, 98]],
     ]
-    assert len(list(evaluate.iterate_documents(source, 3, None))) == 3
+    assert len(list(evaluate.iterate_documents(source, 3, None, 256))) == 3
 
 
 @torch.no_grad()
@@ -135,11 +136,20 @@ def test_the_loss_is_that_of_each_document_alone(tiny: Path, capsys: Any) -> Non
         ("generate TINY --prompt=", 1, "--prompt must have at least one token"),
         ("evaluate TINY --data missing.jsonl", 1, "missing.jsonl must be a readable file"),
         ("evaluate TINY --data a,weight=x", 2, "SourceOptions.weight ('x') must be a finite numbe"),
+        ("evaluate TINY --data IDS", 1, "line 2: token id (2048) must be >= 0 and < vocab_size"),
+        ("evaluate TINY --data TINY/chats.jsonl", 1, "number of lines, or set another field"),
+        (
+            "evaluate TINY --data TINY/chats.jsonl,field=messages",
+            1,
+            "chats.jsonl line 1: token ids ([{'role': 'user', 'content': 'What does abc",
+        ),
         ("evaluate --data a", 2, "PATH must be set"),
     ],
 )
 def test_wrong_arguments_are_one_line(words, code, message, tiny, capsys) -> None:
-    assert main(words.replace("TINY", str(tiny)).split()) == code
+    ids = tiny.parent / "ids.jsonl"
+    ids.write_text('{"text": [1, 2047]}\n{"text": [2048, 1]}\n')
+    assert main(words.replace("TINY", str(tiny)).replace("IDS", str(ids)).split()) == code
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert line.startswith("moecore: ") and message in line
 

@@ -160,7 +160,7 @@ def test_a_key_may_be_spelled_as_its_flag(pretrain: ModuleType, tmp_path: Path) 
 SPECIAL_FILES = {
     "fifo": "must be a plain file",
     "socket": "must be a readable file: No such device",
-    "folder": "must be a plain file",
+    "folder": "must be a file, not a directory: name a file in it",
     "missing": "must be a readable file: No such file",
     "large": "must have <= [0-9]+ bytes, not 1099511627776",
     "nul\0": "must be a plain file",

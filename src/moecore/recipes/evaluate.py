@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moecore.base.command_options import POSITIONAL
 from moecore.base.fields import Count
 from moecore.base.progress import track_progress
+from moecore.packing.corpus.files import shorten_text
+from moecore.packing.corpus.sources import describe_location, tokenize_document
 from moecore.recipes.corpora import SourceOptions, open_source
 from moecore.recipes.generate import load_model
 
@@ -39,9 +42,10 @@ class EvaluateConfig:
 def run_evaluate(args: EvaluateConfig) -> int:
     """Print the mean loss per token, in nats, of each source's documents; return 0."""
     model, tokenizer = load_model(args.path)
+    num_ids = model.get_input_embeddings().weight.shape[0]
     for source in [open_source(options, tokenizer) for options in args.data]:
         total, count = 0.0, 0
-        for ids_1T in iterate_documents(source, args.seq_len, args.max_documents):
+        for ids_1T in iterate_documents(source, args.seq_len, args.max_documents, num_ids):
             total += sum_losses(model, ids_1T.to(model.device))
             count += ids_1T.shape[1] - 1
         if not count:
@@ -51,14 +55,21 @@ def run_evaluate(args: EvaluateConfig) -> int:
     return 0
 
 
-def iterate_documents(source: Any, seq_len: int, max_documents: int | None) -> Iterator[Tensor]:
+def iterate_documents(
+    source: Any, seq_len: int, max_documents: int | None, vocab_size: int
+) -> Iterator[Tensor]:
     """Yield int64 ids [1, T <= seq_len] of the first `max_documents` documents (None = all)."""
     for i, document in enumerate(track_progress(source.documents, "evaluating", unit="documents")):
         if i == max_documents:
             return
-        ids = list(source.tokenize(document))[:seq_len]
+        try:
+            ids = tokenize_document(source, document, vocab_size)[:seq_len]
+        except Exception as error:  # of any kind: a tokenizer is code
+            place = describe_location(source.documents, i)
+            line = f"--data ({source.name}), {place}: {shorten_text(error)}"
+            raise ValueError(line) from None
         if len(ids) > 1:
-            yield torch.tensor([ids], dtype=torch.int64, device="cpu")
+            yield torch.from_numpy(ids.astype(np.int64))[None]
 
 
 @torch.no_grad()
