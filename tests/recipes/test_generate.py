@@ -2,6 +2,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,6 +102,16 @@ def test_a_model_of_more_ids_than_bytes_must_have_a_tokenizer(tiny, tmp_path, ca
     assert main(["generate", str(run), "--prompt=a", "--max-new-tokens=1"]) == 0
 
 
+@pytest.mark.parametrize("command", ["generate TINY --prompt=a", "finetune --model TINY --data a"])
+def test_a_package_that_is_not_installed_is_one_line(command, tiny, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)  # then imports fail
+    assert main(command.replace("TINY", str(tiny)).split()) == 1
+    assert capsys.readouterr().err == (
+        "moecore: transformers must be installed for this command: "
+        "pip install '.[hf]' in a clone of moecore\n"
+    )
+
+
 def test_documents_are_cut_and_limited() -> None:
     documents = [list(text) for text in (b"abcd", b"a", b"ab", b"abc")]
     source = SimpleNamespace(documents=documents, tokenize=None)
@@ -144,6 +155,7 @@ def test_the_loss_is_that_of_each_document_alone(tiny: Path, capsys: Any) -> Non
             "chats.jsonl line 1: token ids ([{'role': 'user', 'content': 'What does abc",
         ),
         ("evaluate --data a", 2, "PATH must be set"),
+        ("grpo --model a --data b", 2, "--reward must be set"),
     ],
 )
 def test_wrong_arguments_are_one_line(words, code, message, tiny, capsys) -> None:

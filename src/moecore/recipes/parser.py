@@ -246,9 +246,12 @@ def _build_command(
                     )
             arguments[item.name] = table.record(**record_values)
         elif item.name not in arguments and default is MISSING:
-            words = {option.key: option.word_name for option in options}
-            name = words.get(item.name) or f"--{make_flag_name(item.name)}"
-            raise ValueError(f"{name} must be set: give it")
+            option = next(
+                option
+                for option in options
+                if item.name in (option.key, option.table) and option.default is MISSING
+            )
+            raise ValueError(f"{option.word_name or f'--{option.flag}'} must be set: give it")
     return command(**arguments)
 
 
