@@ -282,6 +282,9 @@ def test_help_and_version(capsys):
         assert f"moecore checkpoint {command}" in text
         assert main(["checkpoint", command, "--help"]) == 0
         assert f"moecore checkpoint {command} " in capsys.readouterr().out  # an example
+    assert main(["checkpoint", "convert", "--help"]) == 0  # words have the names that errors use
+    assert capsys.readouterr().out.splitlines()[0].endswith(" [OPTIONS] SOURCE TARGET")
+    assert main(["report"]) == 2 and "TRACE must be set" in capsys.readouterr().err
 
 
 def test_help_lists_each_command_once_in_its_group(capsys):

@@ -1,7 +1,11 @@
 import json
+import multiprocessing
+import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice, pairwise
+from multiprocessing import resource_tracker
 from typing import Any
 
 import numpy as np
@@ -122,6 +126,32 @@ def test_an_epoch_of_one_partition_has_each_token_once_and_another_order_than_th
     epochs = [[row[0] for row in taken([loader], tokens)] for _ in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(tokens))
     assert epochs[0] != epochs[1] and loader.get_epochs() == {"all": 1}
+
+
+class InterruptedAtStart(list[Any]):
+    """Documents that a starting worker reads at the moment of a Ctrl-C."""
+
+    def __reduce__(self) -> Any:
+        return _interrupt, (list(self),)
+
+
+def _interrupt(documents: list[Any]) -> list[Any]:
+    os.kill(os.getpid(), signal.SIGINT)
+    return documents
+
+
+def test_an_interrupt_does_not_end_a_worker_that_starts() -> None:
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("spawn", force=True)  # as in a rank of a command
+    resource_tracker.ensure_running()  # by the launcher; its start would unblock the signals
+    try:
+        wanted = taken(loaders(corpus(50), ranks=1), 2)
+        ahead = loaders(InterruptedAtStart(corpus(50)), ranks=1, workers=1)
+        assert taken(ahead, 2) == wanted
+        ahead[0].close()
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGINT, signal.SIGTERM}
 
 
 def test_workers_give_the_rows_of_none_and_their_position_is_what_was_taken() -> None:

@@ -89,8 +89,8 @@ def test_loads_that_collapse_are_one_line() -> None:
     steps = [loads_of(uneven)] * 60 + [loads_of({"a": [1 / 32] * 32, "b": [1 / 32] * 32})] * 40
     steps += [loads_of({"a": [1 / 32] * 32, "b": uneven["b"]})] * 40
     line = (
-        "expert 1 has 15.0% of the choices of 20 steps, 4.8 times the mean: raise [balance] "
-        "global_batch_coef, lower --lr or lengthen the warm-up"
+        "expert 1 has 15.0% of the choices of 20 steps, 4.8 times the mean: raise --aux-loss "
+        "(in pretrain also --global-batch-coef), lower --lr or lengthen the warm-up"
     )
     assert lines_of([{"loss": 1.0}] * len(steps), steps) == {
         20: [f"alarm at step 20: loads of 2 layers, most of all b, have collapsed: {line}"],

@@ -258,6 +258,9 @@ def test_files_are_cut_and_counted(tokenizer: Any, tmp_path: Path) -> None:
     assert second.is_answer_T.all() and found.num_cut == 1 and len(found.problems) == 2
     with pytest.raises(ValueError, match=r"--data .*a.jsonl\) must have a token to learn: none of"):
         examples_module.read_examples([chats], tokenizer, seq_len=prompt)
+    (blank := tmp_path / "blank.jsonl").write_text("\n\n")
+    with pytest.raises(ValueError, match=r"blank.jsonl\) must have a row, but is empty: name an"):
+        examples_module.read_examples([blank], tokenizer, seq_len=prompt)
 
 
 RAISING = {

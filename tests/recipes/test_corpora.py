@@ -105,6 +105,21 @@ def test_errors_of_sources_are_short(pretrain: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (".", r"^--data \(\.\) must be a .jsonl, .parquet or text file"),
+        ("/", r"^--data \(/\) must be a .jsonl, .parquet or text file"),
+        ("empty.txt", r"^--data \(empty.txt\) must have text, but it is empty: leave it out"),
+    ],
+)
+def test_paths_without_documents_are_refused(path, message, pretrain, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ValueError, match=message):
+        pretrain.open_source(source_of(path), pretrain.Tokenizer("bytes"))
+
+
+@pytest.mark.parametrize(
     ("words", "names"),
     [
         (["/data/web.v2.jsonl", "hf:org/books", "/x/code_text"], ["web.v2", "books", "code_text"]),

@@ -2,6 +2,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,13 +81,45 @@ def test_a_run_its_checkpoints_and_one_checkpoint_are_the_model(tiny, tmp_path, 
     assert len(texts) == 1
 
 
+def test_a_checkpoint_without_a_config_names_the_conversion(tiny, tmp_path, capsys) -> None:
+    step = hf_to_native(tiny, tmp_path / "checkpoints", step=3)
+    (tmp_path / "config.toml").write_text('preset = "tiny"\n')
+    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 1
+    error = capsys.readouterr().err
+    words = re.findall("moecore (checkpoint convert .*) NEW_DIR --config CONFIG", error)[0].split()
+    assert words[-1] == str(step)
+    assert main([*words, str(tmp_path / "new"), "--config", str(tiny)]) == 0
+
+
+def test_a_model_of_more_ids_than_bytes_must_have_a_tokenizer(tiny, tmp_path, capsys) -> None:
+    (run := tmp_path / "run").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(tiny / name, run / name)
+    for words in (["generate", str(run), "--prompt=a"], ["evaluate", str(run), "--data=python:"]):
+        assert main(words) == 1
+        assert "must have a tokenizer for its 2048 ids: copy tok" in capsys.readouterr().err
+    (run / "config.toml").write_text('tokenizer = "bytes"\n')  # the run trained on bytes
+    assert main(["generate", str(run), "--prompt=a", "--max-new-tokens=1"]) == 0
+
+
+@pytest.mark.parametrize("command", ["generate TINY --prompt=a", "finetune --model TINY --data a"])
+def test_a_package_that_is_not_installed_is_one_line(command, tiny, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)  # then imports fail
+    assert main(command.replace("TINY", str(tiny)).split()) == 1
+    assert capsys.readouterr().err == (
+        "moecore: transformers must be installed for this command: "
+        "pip install '.[hf]' in a clone of moecore\n"
+    )
+
+
 def test_documents_are_cut_and_limited() -> None:
-    source = SimpleNamespace(documents=["abcd", "a", "ab", "abc"], tokenize=str.encode)
-    assert [ids.tolist() for ids in generate.iterate_documents(source, 3, 3)] == [
+    documents = [list(text) for text in (b"abcd", b"a", b"ab", b"abc")]
+    source = SimpleNamespace(documents=documents, tokenize=None)
+    assert [ids.tolist() for ids in generate.iterate_documents(source, 3, 3, 256)] == [
         [[97, 98, 99]],
         [[97, 98]],
     ]
-    assert len(list(generate.iterate_documents(source, 3, None))) == 3
+    assert len(list(generate.iterate_documents(source, 3, None, 256))) == 3
 
 
 @torch.no_grad()
@@ -109,15 +142,26 @@ def test_the_loss_is_that_of_each_document_alone(tiny: Path, capsys: Any) -> Non
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ("generate missing --prompt a", 1, "PATH (missing) must be a Hugging Face directory"),
+        ("generate missing --prompt a", 1, "Hugging Face directory or a run: it is not there"),
+        ("generate TINY/.. --prompt a", 1, "a run: it has neither config.json nor checkpoints"),
         ("generate TINY --prompt=", 1, "--prompt must have at least one token"),
         ("evaluate TINY --data missing.jsonl", 1, "missing.jsonl must be a readable file"),
         ("evaluate TINY --data a,weight=x", 2, "SourceOptions.weight ('x') must be a finite numbe"),
+        ("evaluate TINY --data IDS", 1, "line 2: token id (2048) must be >= 0 and < vocab_size"),
+        ("evaluate TINY --data TINY/chats.jsonl", 1, "number of lines, or set another field"),
+        (
+            "evaluate TINY --data TINY/chats.jsonl,field=messages",
+            1,
+            "chats.jsonl line 1: token ids ([{'role': 'user', 'content': 'What does abc",
+        ),
         ("evaluate --data a", 2, "PATH must be set"),
+        ("grpo --model a --data b", 2, "--reward must be set"),
     ],
 )
 def test_wrong_arguments_are_one_line(words, code, message, tiny, capsys) -> None:
-    assert main(words.replace("TINY", str(tiny)).split()) == code
+    ids = tiny.parent / "ids.jsonl"
+    ids.write_text('{"text": [1, 2047]}\n{"text": [2048, 1]}\n')
+    assert main(words.replace("TINY", str(tiny)).replace("IDS", str(ids)).split()) == code
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert line.startswith("moecore: ") and message in line
 

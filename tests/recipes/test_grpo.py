@@ -133,7 +133,9 @@ def test_rewards_that_do_not_import(path: str, wanted: str) -> None:
 BAD: dict[str, Any] = {
     "returned 1 values, which must be one finite number for each of 2": lambda **_: [1.0],
     "returned 2 values": lambda **_: [1.0, float("nan")],
-    "must return numbers: ZeroDivisionError: division by zero": lambda **_: [1 / 0],
+    f"must return numbers: ZeroDivisionError: division by zero ({__file__} line": lambda **_: [
+        1 / 0
+    ],
     "must return numbers: TypeError": lambda **_: None,
 }
 

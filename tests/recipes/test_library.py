@@ -1,6 +1,7 @@
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ CONFIGS_OF_HUB: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
     },
 }
+RUN_DIRS = {"tiny": "tiny-pretrain"}  # `moecore tiny-model` of the pages makes runs/tiny
 LARGE = re.compile(r"(256|1024)x|next|gpt-oss|qwen3-30b")  # plans of over ten seconds
 PLANNED = [
     pytest.param(name, marks=pytest.mark.nightly if LARGE.search(name) else [])
@@ -69,7 +71,7 @@ def test_a_recipe_says_what_it_needs_and_parses(name: str) -> None:
     assert recipe.title.endswith(".") and {"machine", "data", "result"} < recipe.facts.keys()
     command = COMMANDS[recipe.facts["command"]]
     args = command.parse_arguments([str(CONFIGS / f"{name}.toml")])
-    assert args.run_dir == Path("runs") / name
+    assert args.run_dir == Path("runs") / RUN_DIRS.get(name, name)
     if getattr(args, "gpus", None) is not None:
         assert recipe.facts["machine"] == f"{args.gpus} x {args.gpu}"
 
@@ -140,6 +142,17 @@ def test_a_copy_trains_and_replaces_nothing(tmp_path: Path, monkeypatch: Any, ca
     assert main(["pretrain", "tiny.toml", "--dry-run", "--gpu", "h100-80"]) == 1
     assert "pinned host memory of a server: " in (printed := capsys.readouterr().out)
     assert ": does not fit: moecore plan" in printed and not (tmp_path / "runs").exists()
+
+
+def test_no_recipe_trains_into_a_directory_that_the_pages_make() -> None:
+    """`moecore tiny-model DIR` refuses a directory that exists, and a reader follows many pages."""
+    root = Path(__file__).parents[2]
+    recipes = [file.read_text() for file in CONFIGS.glob("*.toml")]
+    pages = [file.read_text() for file in (root / "README.md", *(root / "docs").glob("*.md"))]
+    made = set(re.findall(r"moecore tiny-model (runs/\w+)", "\n".join(recipes + pages)))
+    run_dirs = [tomllib.loads(text)["run_dir"] for text in recipes]
+    assert {"runs/tiny", "runs/sums"} <= made and not made & set(run_dirs)
+    assert len(set(run_dirs)) == len(run_dirs)
 
 
 def test_recipes_that_there_are_not(capsys: Any) -> None:

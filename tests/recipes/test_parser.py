@@ -1,6 +1,7 @@
 import importlib
 import json
 import os
+import re
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -160,7 +161,7 @@ def test_a_key_may_be_spelled_as_its_flag(pretrain: ModuleType, tmp_path: Path) 
 SPECIAL_FILES = {
     "fifo": "must be a plain file",
     "socket": "must be a readable file: No such device",
-    "folder": "must be a plain file",
+    "folder": "must be a file, not a directory: name a file in it",
     "missing": "must be a readable file: No such file",
     "large": "must have <= [0-9]+ bytes, not 1099511627776",
     "nul\0": "must be a plain file",
@@ -255,6 +256,15 @@ def test_a_planned_run_is_a_file_of_options(pretrain, tmp_path, flags) -> None:
     assert found.master_remainder == planned.master_remainder
     assert found.state_offload == planned.offload_fraction
     assert args.precision is None and args.dtype == "bfloat16"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["planning", "memory"])
+def test_a_plan_from_which_a_page_trains_fits(page, tmp_path, monkeypatch) -> None:
+    text = (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text().replace("\\\n", "")
+    (command,) = re.findall("^moecore (plan .*--write plan.toml)$", text, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    assert main(command.split()) == 0 and (tmp_path / "plan.toml").exists()
 
 
 SHARED = (

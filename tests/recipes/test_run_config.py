@@ -56,6 +56,8 @@ def test_a_training_continues_by_its_own_file(train, tmp_path, capsys) -> None:
     file, steps = run_dir / "config.toml", run_dir / "checkpoints"
     words = "--num-layers 2 --batch-size 1 --seq-len 64 --steps 2 --sample-every 0 --tokens random"
 
+    errors: list[str] = []
+
     def start(more: str, code: int = 0) -> list[str]:
         """Start from step 1 if it is there; return the lines of changes."""
         if steps.exists():
@@ -63,7 +65,9 @@ def test_a_training_continues_by_its_own_file(train, tmp_path, capsys) -> None:
             shutil.rmtree(steps / "step-000002", ignore_errors=True)
         capsys.readouterr()
         assert train.run_rank(train.parse_arguments(more.split())) == code
-        return [line for line in capsys.readouterr().out.splitlines() if " -> " in line]
+        printed = capsys.readouterr()
+        errors.append(printed.err)
+        return [line for line in printed.out.splitlines() if " -> " in line]
 
     assert start(f"{words} --checkpoint-every 1 --run-dir {run_dir}") == []
     straight, saved = metrics(run_dir), file.read_text()
@@ -71,6 +75,8 @@ def test_a_training_continues_by_its_own_file(train, tmp_path, capsys) -> None:
     assert file.read_text() == saved and "[optimizer]\n" in saved
     assert start(f"{file} --seed 7", code=2) == ["seed: 0 -> 7 (changes the numbers)"]
     assert file.read_text() == saved
+    assert "model.num_layers: 2 -> 3" in start(f"{file} --num-layers 3", code=2)[0]
+    assert errors[-1].endswith("build them as when it was saved, or use another --run-dir\n")
     assert start(f"{file} --lr 0.5 --expert-loads-every 5") == [
         "expert_loads_every: 10 -> 5 (does not change the numbers)",
         "optimizer.lr: 0.003 -> 0.5 (changes the numbers)",

@@ -62,6 +62,11 @@ class CommandOption(NamedTuple):
         return next((note for note in notes if isinstance(note, Spelling)), Spelling())
 
     @property
+    def word_name(self) -> str | None:
+        """The name of a positional option in help and errors; None = an option with a flag."""
+        return self.name.upper() if self.spelling.is_positional else None
+
+    @property
     def flags(self) -> tuple[str, ...]:
         """The flag, and its alias if there is one, without leading hyphens."""
         alias = self.spelling.alias

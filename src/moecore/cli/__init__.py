@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NoReturn
 
-from moecore.base import __version__
+from moecore.base import __version__, get_install_command
 from moecore.base.text import format_error_line
 
 USAGE = """\
@@ -95,6 +95,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
     except KeyboardInterrupt:
         return 130  # as shells have it
+    except ModuleNotFoundError as error:
+        if error.name not in ("transformers", "tokenizers"):
+            raise
+        line = f"{error.name} must be installed for this command: {get_install_command('hf')}"
+        print(f"moecore: {line}", file=sys.stderr)
+        return 1
     except Exception as error:
         code = getattr(error, "exit_code", 1)  # of a `UsageError`
         if code == 1 and not isinstance(error, USER_ERRORS):

@@ -114,7 +114,7 @@ class Alarms:
         yield (
             f"loads of {layers} have collapsed: expert {busiest} has {share:.1%} of the "
             f"choices of {BLOCK_STEPS} steps, {share * len(sums_E):.1f} times the mean: raise "
-            "[balance] global_batch_coef, lower --lr or lengthen the warm-up"
+            "--aux-loss (in pretrain also --global-batch-coef), lower --lr or lengthen the warm-up"
         )
 
     def _check_first_steps(self, step: int, metrics: Metrics) -> Iterator[str]:

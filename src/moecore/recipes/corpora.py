@@ -126,12 +126,15 @@ def _open_documents(options: SourceOptions, option: str) -> Any:
         return open_dataset(options.path, option, **selection, stream=options.stream)
     if path.suffix == ".jsonl":
         return JsonLines(path, options.field, skip_invalid=options.skip_invalid)
-    if os.path.exists(f"{path.with_suffix('')}.idx") and path.suffix in (".bin", ".idx"):
+    if path.suffix in (".bin", ".idx") and os.path.exists(f"{path.with_suffix('')}.idx"):
         path = path.with_suffix("")
     if os.path.exists(f"{path}.idx"):
         return MegatronDocuments(path)
     if os.path.lexists(path) and not path.is_dir():
-        return [read_text(path, option)]
+        text = read_text(path, option)
+        if not text:
+            raise ValueError(f"{name} must have text, but it is empty: leave it out")
+        return [text]
     raise ValueError(
         f"{name} must be a .jsonl, .parquet or text file, the prefix of a .bin and a .idx, or a "
         f"directory of save_to_disk: others, and data sets of the hub, are {HUB}NAME"

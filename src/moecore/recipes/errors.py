@@ -57,7 +57,7 @@ def print_run_error(error: Exception, args: Any, *, saves_memory: str = SAVES_ME
     """Print an error that ends a run, and a remedy; return 2 for out of memory, otherwise 1."""
     rank, line = int(os.environ["RANK"]), str(error)
     restart = "start again" + (" from the last checkpoint" if args.checkpoint_every else "")
-    if isinstance(error, OSError | DivergedError):  # of a failed save, or of spikes: on all ranks
+    if isinstance(error, OSError | DivergedError | RewardError):  # usually on all ranks
         sleep_unless_rank_0(rank)
     if isinstance(error, OSError):
         place = f"--run-dir ({args.run_dir})"

@@ -95,11 +95,13 @@ def read_examples(
             f"{invalid[0]} (broken rows: {len(invalid)} of {num_rows}): mend them, or leave them "
             "out with --dataset-skip-invalid"
         )
+    name = format_option(option, " ".join(map(str, files)))
+    if not num_rows:
+        raise ValueError(f"{name} must have a row, but is empty: name another file")
     if not examples:
         raise ValueError(
-            f"{format_option(option, ' '.join(map(str, files)))} must have a token to learn: none "
-            f"of its {num_empty} example(s) has an answer among the first --seq-len ({seq_len}) "
-            "tokens: raise --seq-len, or look at the roles"
+            f"{name} must have a token to learn: none of its {num_empty} example(s) has an answer "
+            f"among the first --seq-len ({seq_len}) tokens: raise --seq-len, or look at the roles"
         )
     return Examples(
         examples=examples, num_rows=num_rows, num_cut=num_cut, problems=invalid + problems

@@ -27,6 +27,8 @@ def read_text(path: Path, option: str, *, max_bytes: int | None = None) -> str:
     except OSError as error:
         raise ValueError(f"{name} must be a readable file: {error.strerror}") from None
     except ValueError:  # a FIFO gives its text once, to one rank
+        if path.is_dir():
+            raise ValueError(f"{name} must be a file, not a directory: name a file in it") from None
         raise ValueError(f"{name} must be a plain file: write its text into one") from None
     if size > limit:
         raise ValueError(f"{name} must have <= {limit} bytes, not {size}: use a smaller file")

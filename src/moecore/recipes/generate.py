@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from moecore.io.checkpoint.ranks import is_first_rank
 from moecore.io.hf.convert import native_to_hf
 from moecore.models import Decoder, DecoderConfig
 from moecore.packing.corpus.files import shorten_text
+from moecore.packing.corpus.sources import describe_location, tokenize_document
 from moecore.recipes.chat import tokenize_prompt
 from moecore.recipes.corpora import BYTES, SourceOptions, Tokenizer, open_source
 from moecore.recipes.files import find_config, parse_step_line, read_lines, replace_lines
@@ -101,9 +103,10 @@ class EvaluateConfig:
 def run_evaluate(args: EvaluateConfig) -> int:
     """Print the mean loss per token, in nats, of each source's documents; return 0."""
     model, tokenizer = load_model(args.path)
+    num_ids = model.get_input_embeddings().weight.shape[0]
     for source in [open_source(options, tokenizer) for options in args.data]:
         total, count = 0.0, 0
-        for ids_1T in iterate_documents(source, args.seq_len, args.max_documents):
+        for ids_1T in iterate_documents(source, args.seq_len, args.max_documents, num_ids):
             total += sum_losses(model, ids_1T.to(model.device))
             count += ids_1T.shape[1] - 1
         if not count:
@@ -113,14 +116,21 @@ def run_evaluate(args: EvaluateConfig) -> int:
     return 0
 
 
-def iterate_documents(source: Any, seq_len: int, max_documents: int | None) -> Iterator[Tensor]:
+def iterate_documents(
+    source: Any, seq_len: int, max_documents: int | None, vocab_size: int
+) -> Iterator[Tensor]:
     """Yield int64 ids [1, T <= seq_len] of the first `max_documents` documents (None = all)."""
     for i, document in enumerate(track_progress(source.documents, "evaluating", unit="documents")):
         if i == max_documents:
             return
-        ids = list(source.tokenize(document))[:seq_len]
+        try:
+            ids = tokenize_document(source, document, vocab_size)[:seq_len]
+        except Exception as error:  # of any kind: a tokenizer is code
+            place = describe_location(source.documents, i)
+            line = f"--data ({source.name}), {place}: {shorten_text(error)}"
+            raise ValueError(line) from None
         if len(ids) > 1:
-            yield torch.tensor([ids], dtype=torch.int64, device="cpu")
+            yield torch.from_numpy(ids.astype(np.int64))[None]
 
 
 @torch.no_grad()
@@ -135,7 +145,8 @@ def load_model(path: Path) -> tuple[Any, Tokenizer]:
     from transformers import AutoModelForCausalLM
 
     with TemporaryDirectory() as folder:
-        directory = find_or_convert_directory(path, Path(folder) / EXPORT)
+        options = read_run_options(path)
+        directory = find_or_convert_directory(path, Path(folder) / EXPORT, options)
         tokenizer = Tokenizer(str(directory) if has_tokenizer(directory) else BYTES)
         try:
             model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
@@ -143,25 +154,41 @@ def load_model(path: Path) -> tuple[Any, Tokenizer]:
             raise ValueError(
                 f"PATH ({directory}) must be a model that transformers loads: {quote(str(error))}"
             ) from None
-        return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+    num_ids = model.get_input_embeddings().weight.shape[0]
+    if tokenizer.hf is None and num_ids > tokenizer.size and options.get("tokenizer") != BYTES:
+        raise ValueError(
+            f"PATH ({directory}) must have a tokenizer for its {num_ids} ids: copy tokenizer.json "
+            "and tokenizer_config.json into it"
+        )
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 
-def find_or_convert_directory(path: Path, target: Path) -> Path:
-    """Return a run's export or an HF directory; convert any other checkpoint to HF in `target`."""
+def read_run_options(path: Path) -> dict[str, Any]:
+    """Return the content of a run's config.toml; `path` is in the run; {} = there is no file."""
+    files = [folder / CONFIG for folder in (path, *path.absolute().parents[:2])]
+    file = next((file for file in files if file.is_file()), None)
+    return {} if file is None else read_toml(file, "PATH")
+
+
+def find_or_convert_directory(path: Path, target: Path, options: dict[str, Any]) -> Path:
+    """Return a run's export or an HF directory; convert any other checkpoint to HF in `target`.
+
+    `options` of the run name the model's config.json and the tokenizer.
+    """
     for directory in (path, path / EXPORT):
         if (directory / "config.json").is_file():
             return directory
     checkpoint: AnyPath | None = path if (path / MANIFEST).is_file() else None
     if checkpoint is None and path.is_dir():
         checkpoint = latest(find_checkpoint_root(path))
-    files = [folder / CONFIG for folder in (path, *path.absolute().parents[:2])]
-    file = next((file for file in files if file.is_file()), None)
-    options = {} if file is None else read_toml(file, "PATH")
+    if checkpoint is None:
+        state = "it has neither config.json nor checkpoints" if path.exists() else "it is not there"
+        raise ValueError(f"PATH ({path}) must be a Hugging Face directory or a run: {state}")
     source = options.get("hf_config") or options.get("model")
-    if checkpoint is None or not isinstance(source, str):
+    if not isinstance(source, str):  # such as of --preset
         raise ValueError(
-            f"PATH ({path}) must be a Hugging Face directory, or a run that has an export or a "
-            "checkpoint of a model with config.json: moecore checkpoint convert makes one"
+            f"PATH ({path}) must be of a model whose config.json a run names: moecore checkpoint "
+            f"convert {checkpoint} NEW_DIR --config CONFIG makes a directory to read"
         )
     with show_progress("converting", unit="B") as report:
         native_to_hf(checkpoint, target, config=find_config(Path(source)), progress=report)

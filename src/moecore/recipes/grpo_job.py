@@ -21,6 +21,7 @@ import importlib
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,8 +74,10 @@ def call_reward(
         values = [float(v) for v in reward(prompts=prompts, completions=completions, **columns)]
     except Exception as error:  # of any kind: it is code of the user's own
         line = f"{type(error).__name__}: {error}"
+        frames = traceback.extract_tb(error.__traceback__)[1:2]  # of the reward function
+        places = [f" ({f.filename} line {f.lineno})" for f in frames if f.filename != __file__]
         raise RewardError(
-            f"--reward must return numbers: {' '.join(line.split())[:300]}"
+            f"--reward must return numbers: {' '.join(line.split())[:300]}{''.join(places)}"
         ) from error
     if len(values) != len(completions) or not all(map(math.isfinite, values)):
         raise RewardError(

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -91,6 +91,7 @@ def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
         WORLD_SIZE=str(world_size),
     )
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    start_resource_tracker()
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     ranks = torch.multiprocessing.spawn(
         _start_rank, (run_rank, args), nprocs=world_size, join=False
@@ -105,6 +106,21 @@ def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
             return _stop_ranks(ranks, signal.SIGINT)
         except Terminated:
             return _stop_ranks(ranks, signal.SIGTERM)
+
+
+def start_resource_tracker() -> None:
+    """Start the process that removes semaphores of ended ranks, without a warning for each rank.
+
+    `exit_rank` leaves the semaphores of data workers to this process.
+    """
+    ignored = "ignore::UserWarning:multiprocessing.resource_tracker"
+    before = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = f"{before},{ignored}" if before else ignored
+    resource_tracker.ensure_running()
+    if before is None:
+        del os.environ["PYTHONWARNINGS"]
+    else:
+        os.environ["PYTHONWARNINGS"] = before
 
 
 def _wait_for_ranks(ranks: ProcessContext) -> int:

@@ -165,7 +165,13 @@ def _read_words(
         has_default = option.default is not MISSING
         hint = f"(default: {_format_default(option.default)})" if has_default else ""
         aliases = [f"--{flag}" for flag in option.flags[1:]]
-        arg = conf.arg(name=option.flag, aliases=aliases, help=option.text, help_behavior_hint=hint)
+        arg = conf.arg(
+            name=option.flag,
+            metavar=option.word_name,
+            aliases=aliases,
+            help=option.text,
+            help_behavior_hint=hint,
+        )
         word: Any = Annotated[_make_flag_annotation(option.hint, option.default), arg]
         word = conf.Positional[word] if option.spelling.is_positional else word
         tables.setdefault(option.table, {})[option.name] = word
@@ -238,9 +244,12 @@ def _build_command(
                     )
             arguments[item.name] = table.record(**record_values)
         elif item.name not in arguments and default is MISSING:
-            names = [option.name.upper() for option in options if option.spelling.is_positional]
-            name = names[0] if item.name.upper() in names else f"--{make_flag_name(item.name)}"
-            raise ValueError(f"{name} must be set: give it")
+            option = next(
+                option
+                for option in options
+                if item.name in (option.key, option.table) and option.default is MISSING
+            )
+            raise ValueError(f"{option.word_name or f'--{option.flag}'} must be set: give it")
     return command(**arguments)
 
 

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from moecore.base.progress import show_progress
 from moecore.base.torch_private import patch_attributes
 from moecore.io import Saver, connect_host_memory, latest, load
+from moecore.io.checkpoint.comparison import STRICT_HINT
 from moecore.io.checkpoint.directory import CHECKPOINTS, MEMORY_ID, parse_step
 from moecore.io.checkpoint.files import read_regular_file
 from moecore.io.checkpoint.host_memory import SCHEME, find_complete
@@ -134,6 +135,14 @@ def resume(
     if newest is None:
         return 0
     saved_facts = run_on_first_rank(lambda: read_manifest(newest).facts)
+    if not {"step", *facts} <= saved_facts.extra.keys():
+        raise ValueError(f"--run-dir ({newest}) must be this script's: use another one")
+    for name, value in facts.items():
+        if value != saved_facts.extra[name]:
+            raise ValueError(
+                f"{name} ({value}) must be {saved_facts.extra[name]} as in {newest}, which this "
+                "run would continue: use that, or another --run-dir"
+            )
     saved_stage = saved_facts.extra.get("stage")
     begins_stage = stage.is_previous_stage(saved_facts.step, saved_stage)
     rotary: AbstractContextManager[None] = nullcontext()
@@ -143,15 +152,11 @@ def resume(
         rotary,  # of the stage before, which the checkpoint has
         show_progress(f"loading {newest.name}", unit="B") as report,
     ):
-        extra = load(newest, model, optimizers, progress=report)
-    if not {"step", *facts} <= extra.keys():
-        raise ValueError(f"--run-dir ({newest}) must be this script's: use another one")
-    for name, value in facts.items():
-        if value != extra[name]:
-            raise ValueError(
-                f"{name} ({value}) must be {extra[name]} as in {newest}, which this run would "
-                "continue: use that, or another --run-dir"
-            )
+        try:
+            extra = load(newest, model, optimizers, progress=report)
+        except ValueError as error:
+            text = str(error).removesuffix(STRICT_HINT)  # no flag sets strict
+            raise ValueError(f"{text}, or use another --run-dir") from None
     owner.load_state_dict(extra)
     moves.load_state_dict(extra)
     try:

@@ -39,6 +39,9 @@ from moecore.io.checkpoint.state import (
 )
 from moecore.parallel.model.parallel_state import find_staged_module
 
+# The end of an error of `load` that `strict=False` would only warn about.
+STRICT_HINT = ", or load what fits with strict=False"
+
 
 @dataclass(slots=True)
 class Comparison:
@@ -129,7 +132,7 @@ def refuse_differences(comparison: Comparison, path: AnyPath, *, strict: bool) -
     problems = comparison.refused + (comparison.left_out if strict else [])
     fix = "build them as when it was saved"
     if strict and not comparison.refused:
-        fix += ", or load what fits with strict=False"
+        fix += STRICT_HINT
     subject = (
         f"path ({path}) must fit the model, optimizer and scheduler, but {len(problems)} differ"
     )

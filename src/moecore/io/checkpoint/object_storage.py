@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
+from moecore.base import get_install_command
 from moecore.base.text import format_error_line
 
 
@@ -111,7 +112,7 @@ def make_path(path: str | os.PathLike[str]) -> AnyPath:
     except (ImportError, ValueError) as error:
         raise ValueError(
             f"path ({url}) must be of a file system that fsspec opens, but "
-            f"{format_error_line(str(error), 200)}: pip install moecore[storage]"
+            f"{format_error_line(str(error), 200)}: {get_install_command('storage')}"
         ) from None
     return RemotePath(url.rstrip("/"))
 

@@ -136,7 +136,7 @@ class JsonLines:
                 f"{self._file.short_path} line {line + 1} must be {form}, not "
                 f"{quote(text.strip(BLANKS))} (broken lines: {self.num_invalid}, empty lines: "
                 f"{self.num_empty}): mend it, replace it by an empty line, which keeps the "
-                "number of lines, or set skip_invalid"
+                "number of lines, or set another field, or skip_invalid"
             )
         skipped_lines = np.sort(np.concatenate([empty, invalid]))
         # The number of documents before each skipped line.

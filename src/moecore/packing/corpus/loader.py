@@ -48,6 +48,7 @@ from moecore.packing.corpus.sources import (
 from moecore.packing.documents import hash_values
 
 PARTITIONS_PER_ROW = 8  # with up to 8 workers per rank, no two workers read one partition
+JOB_SIGNALS = {signal.SIGINT, signal.SIGTERM}  # which a launcher or a terminal sends to all
 
 
 class RankBatches(IterableDataset[Any]):
@@ -203,8 +204,8 @@ class PositionedLoader(Generic[Batch]):
                 prefetch_factor=2 if self._workers else None,
                 worker_init_fn=_ignore_job_signals,
             )
-            with _restore_sigchld_handler(), torch.device("cpu"):  # `iter` draws a seed on the CPU
-                self._batch_iterator = iter(loader)
+            with _restore_sigchld_handler(), _block_job_signals(), torch.device("cpu"):
+                self._batch_iterator = iter(loader)  # draws a seed on the CPU
         try:
             batch, cursors, lengths = next(self._batch_iterator)
         except (RuntimeError, OSError, EOFError) as error:
@@ -359,15 +360,27 @@ def _restore_sigchld_handler() -> Iterator[None]:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)
 
 
+@contextmanager
+def _block_job_signals() -> Iterator[None]:
+    """Return a context that delays signals of the job; workers that start in it inherit the mask.
+
+    A worker imports for seconds before it can ignore Ctrl-C, which would end the worker.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _ignore_job_signals(_: int) -> None:
     """Let only its rank end this worker by SIGTERM; the job's SIGTERM or Ctrl-C stops the rank."""
     if not hasattr(signal, "sigwaitinfo"):
         return
-    numbers = {signal.SIGINT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
 
     def wait_for_rank() -> None:
-        while signal.sigwaitinfo(numbers).si_pid != os.getppid():
+        while signal.sigwaitinfo(JOB_SIGNALS).si_pid != os.getppid():
             pass
         os._exit(0)
 
