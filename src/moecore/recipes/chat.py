@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from moecore.recipes.files import format_path
-from moecore.recipes.rows import FORMS
+from moecore.recipes.rows import FORMS, format_arguments
 
 PROBES = ("a", "0", ".")  # a vocabulary of text has an id for one of them
 
@@ -165,6 +165,7 @@ def _encode_chat(
         )
     messages = [_remove_end_text(tokenizer, message) for message in messages]
     try:
+        messages = format_arguments(tokenizer, messages, tools)
         if not num_prompt and GENERATION.search(tokenizer.get_chat_template(tools=tools)):
             return [_encode_marked_chat(tokenizer, messages, tools)]
         return _encode_by_prefixes(tokenizer, messages, tools, num_prompt)

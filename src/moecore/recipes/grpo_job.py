@@ -44,7 +44,14 @@ from moecore.recipes.hf_model import export_run
 from moecore.recipes.job import TrainingJob
 from moecore.recipes.loop import describe_ranks, describe_start, print_on_rank_0
 from moecore.recipes.metrics import Metrics
-from moecore.recipes.rows import ColumnNames, DatasetOptions, parse_tools, read_rows
+from moecore.recipes.rows import (
+    ColumnNames,
+    DatasetOptions,
+    as_messages,
+    format_arguments,
+    parse_tools,
+    read_rows,
+)
 from moecore.rl import GRPO, Engine, Rollouts, group_advantages
 
 Reward = Callable[..., Sequence[float]]
@@ -109,7 +116,7 @@ def read_prompts(
     rows = read_rows(files, "--data", options or DatasetOptions())
     for row in track_progress(rows, "tokenizing", unit="prompts"):
         content = dict(row.parse())
-        prompt = content.pop(names.prompt, None)
+        prompt = as_messages(content.pop(names.prompt, None))
         if not isinstance(prompt, str) and not is_chat(prompt):
             raise ValueError(
                 f"{row.location} must have {names.prompt}, a text or messages: correct the row or "
@@ -122,7 +129,10 @@ def read_prompts(
             else:
                 tools = parse_tools(names.rename_columns(content))
                 ids = tokenizer.apply_chat_template(
-                    prompt, tools=tools, add_generation_prompt=True, return_dict=True
+                    format_arguments(tokenizer, prompt, tools),
+                    tools=tools,
+                    add_generation_prompt=True,
+                    return_dict=True,
                 )["input_ids"]
         except Exception as error:  # of any kind: a template is code
             raise ValueError(

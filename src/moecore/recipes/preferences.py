@@ -21,7 +21,15 @@ from moecore.packing import PackedBatchSampler
 from moecore.packing.corpus.files import shorten_text
 from moecore.recipes.chat import Example, count_common_prefix, find_borders, is_chat
 from moecore.recipes.data import BatchShape, Steps
-from moecore.recipes.rows import ColumnNames, DatasetOptions, Row, normalize_message, parse_tools
+from moecore.recipes.rows import (
+    ColumnNames,
+    DatasetOptions,
+    Row,
+    as_messages,
+    format_arguments,
+    parse_tools,
+    remove_prompt,
+)
 from moecore.rl import Rollouts
 
 
@@ -96,7 +104,8 @@ class PreferenceBatch:
 class UnpairedBatch(PreferenceBatch):
     """A data rank's completions of a step; `advantages_N` is 1 (desirable) or -1 (undesirable)."""
 
-    # Each prompt with the completion of the example before; the first has the last completion.
+    # Each prompt with the completion of the example before; the first has the last completion. A
+    # single example has no other completion.
     mismatched: Rollouts
     num_sequences: ClassVar[int] = 1
 
@@ -112,7 +121,7 @@ def make_unpaired_batch(examples: Sequence[UnpairedPreference], seq_len: int) ->
     signs = [1.0 if example.is_desirable else -1.0 for example in examples]
     signs_n = torch.tensor(signs, dtype=torch.float32, device="cpu")
     completions = [example.completion_T for example in (*examples[-1:], *examples[:-1])]
-    pairs = zip(examples, completions, strict=True)
+    pairs = zip(examples, completions, strict=True) if len(examples) > 1 else ()
     mismatched = [example.continue_with(other_T).cut(seq_len) for example, other_T in pairs]
     return UnpairedBatch(
         rollouts.replace(advantages_N=rollouts.expand_to_tokens(signs_n)),
@@ -161,7 +170,7 @@ def encode_preference(
     """Return a list with the pair of preferred and rejected completion of a row's prompt."""
     columns = row.select_columns(column_names)
     prompt, *completions = (
-        _as_messages(columns.get(n)) for n in ("prompt", "preferred", "rejected")
+        as_messages(columns.get(n)) for n in ("prompt", "preferred", "rejected")
     )
     is_text = all(isinstance(completion, str) for completion in completions)
     if not is_text and not all(is_chat(completion) for completion in completions):
@@ -180,6 +189,7 @@ def encode_preference(
         count = count_common_prefix(preferred, rejected)
         count -= count > 0 and preferred[count - 1] == " "
         prompt, completions = preferred[:count], [preferred[count:], rejected[count:]]
+    completions = [remove_prompt(prompt, completion) for completion in completions]
     tools = parse_tools(columns)
     return [Preference(*_encode_completions(row, tokenizer, prompt, completions, tools))]
 
@@ -189,7 +199,8 @@ def encode_unpaired_preference(
 ) -> list[UnpairedPreference]:
     """Return a list with the labelled completion of a row's prompt."""
     columns = row.select_columns(column_names)
-    prompt, completion = (_as_messages(columns.get(n)) for n in ("prompt", "completion"))
+    prompt, completion = (as_messages(columns.get(n)) for n in ("prompt", "completion"))
+    completion = remove_prompt(prompt, completion)
     are_texts = isinstance(prompt, str) and isinstance(completion, str)
     if not are_texts and not (is_chat(prompt) and is_chat(completion)):
         raise ValueError(
@@ -231,12 +242,6 @@ def _encode_completions(
     ]
 
 
-def _as_messages(value: Any) -> Any:
-    """Return one message or a list of messages as a list, and other values unchanged."""
-    messages = [value] if isinstance(value, dict) else value
-    return list(map(normalize_message, messages)) if isinstance(messages, list) else value
-
-
 def _tokenize_texts(tokenizer: Any, prompt: str, completions: Sequence[str]) -> Iterator[list[int]]:
     """Yield the token ids of the prompt, and of the prompt with each completion and its end."""
     borders = find_borders(tokenizer)
@@ -254,6 +259,7 @@ def _tokenize_chats(
     """Yield ids of the prompt, ending with an answer's beginning, and with each completion."""
 
     def render(messages: list[Any], *, is_prompt: bool = False) -> list[int]:
+        messages = format_arguments(tokenizer, messages, tools)
         ids: list[int] = tokenizer.apply_chat_template(
             messages, tools=tools, add_generation_prompt=is_prompt, return_dict=True
         )["input_ids"]
