@@ -215,6 +215,8 @@ class Reinforcement(TrainingJob[Samples]):
         end = self.sampler.generation_config.eos_token_id
         end = self.tokenizer.eos_token_id if end is None else end
         self._ends = set(end if isinstance(end, list) else [end])
+        # A model's own may change the probabilities, such as by a repetition penalty.
+        self.sampler.generation_config = type(self.sampler.generation_config)()
 
     def print_start(self) -> None:
         """Print the model, the ranks and the data of the run."""
@@ -260,7 +262,8 @@ class Reinforcement(TrainingJob[Samples]):
         columns = {name: [p.columns.get(name) for p in prompts] for name in sorted(names)}
         columns["completion_ids"] = list(responses)
         rewards_n = call_reward(self.reward, [p.content for p in prompts], completions, columns)
-        moments = torch.stack([rewards_n.sum(), rewards_n.square().sum()]).double()
+        values_n = rewards_n.double()
+        moments = torch.stack([values_n.sum(), values_n.square().sum()])
         moments = torch.cat([moments, moments.new_full((1,), len(rewards_n))]).to(self.device)
         dist.all_reduce(moments)
         total, squares, number = moments.tolist()
