@@ -86,7 +86,7 @@ def merge_adapters(model: nn.Module) -> None:
 
 def find_merges(model: nn.Module) -> list[Merge]:
     """Return a `Merge` per weight with active adapters; NotImplementedError if one cannot merge."""
-    owners = Counter(param for _, param in model.named_parameters(remove_duplicate=False))
+    owners = Counter[Tensor](p for _, p in model.named_parameters(remove_duplicate=False))
     for name, unmerged_layer in find_unmerged_layers(model).items():
         _refuse_unmergeable_layer(unmerged_layer)
         if not isinstance(unmerged_layer, LowRank) and owners[_get_base_weight(unmerged_layer)] > 1:
