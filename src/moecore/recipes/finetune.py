@@ -109,7 +109,7 @@ def read_data(args: FinetuneConfig, *, vocab_size: int) -> tuple[Examples, list[
         options=args.dataset,
         columns=args.columns,
     )
-    data = read(args.data)
+    data = read(args.data, option="--adapters" if args.adapters else "--data")
     examples, held_out = data.examples, []
     if args.eval_data and args.eval_every:
         held_out = read(args.eval_data, option="--eval-data").examples
