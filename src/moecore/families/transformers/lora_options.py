@@ -28,7 +28,7 @@ class LoRAOptions(CheckedRecord):
             that the end of a layer's name matches. The first match counts.
         alpha_pattern: "PATTERN=ALPHA" for layers of another alpha.
         target_modules: last parts of the names of linear layers with adapters; () = all linear
-            layers except the head and routers.
+            layers except the head, routers, out_proj of Mamba layers, and names that peft replaces.
         experts: whether the stacked matrices of experts have adapters.
     """
 
