@@ -62,7 +62,7 @@ from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.names import MomentDtype
 from moecore.base.options.precision import FrozenFormat
 from moecore.families import use_causal_attention
-from moecore.families.transformers.lora import LoRAOptions, add_adapters
+from moecore.families.transformers.lora_options import LoRAOptions, add_adapters
 from moecore.families.transformers.stock import enable_activation_checkpointing
 from moecore.io import init_adapters, init_hf
 from moecore.models import preset

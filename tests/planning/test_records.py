@@ -13,7 +13,7 @@ from benchmarks.bench_plan import CASES
 from benchmarks.hf_configs import make_hf_config
 
 from moecore import FSDPOptions, MemoryOptions, Precision
-from moecore.families.transformers.lora import LoRAOptions
+from moecore.families.transformers.lora_options import LoRAOptions
 from moecore.planning import (
     CostTable,
     OptimizerOptions,

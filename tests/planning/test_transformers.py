@@ -18,7 +18,7 @@ from moecore.families import use_causal_attention
 from moecore.families.family import find_family, swap_blocks
 from moecore.families.fp32_modules import is_selection_bias
 from moecore.families.transformers.experts import find_experts_adapter, get_used_parameters
-from moecore.families.transformers.lora import LoRAOptions
+from moecore.families.transformers.lora_options import LoRAOptions
 from moecore.families.transformers.packing import find_packing_problem
 from moecore.io import decoder_config_from_hf
 from moecore.models import flops_per_token

@@ -130,6 +130,7 @@ BAD_WORDS = {
     "--adapters a=b": "--adapters must go with options of [lora]: give --lora-rank",
     f"{LORA} b": "--adapters (b) must be NAME=DATA, with letters",
     f"{LORA} a.b=c": "--adapters (a.b=c) must be NAME=DATA, with letters",
+    f"{LORA} train=b": "--adapters (train=b) must not have the name of a method of nn.Module",
     f"{LORA} a=b --data c": "--data ((PosixPath('c'),)) must not go with --adapters",
     f"{LORA} a=b --aux-loss 0.1": "--aux-loss (0.1) must not go with --adapters",
     f"{LORA} a=b --pp 2 --ep 1": "--pp (True) must not go with --adapters",

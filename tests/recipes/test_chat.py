@@ -132,6 +132,22 @@ def test_an_answer_that_begins_like_the_prompts_end_is_learned_whole(answer, tok
     assert found == [by_hand(tokenizer, prompt, (f"{answer}<|im_end|>",), "\n")]
 
 
+def test_an_answer_without_an_end_is_learned_with_the_next_begin(tokenizer: Any) -> None:
+    """As in GLM-4.5, whose answers end where <|user|> or <|observation|> begins a message."""
+    tokenizer.chat_template = (
+        "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+        "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+    )
+    begin = "<|im_start|>"
+    parts = [
+        f"{begin}system\nBe kind.{begin}user\n{PAIRS[0][0]}{begin}assistant\n",
+        (f"{PAIRS[0][1]}{begin}",),
+        f"user\n{PAIRS[1][0]}{begin}assistant\n",
+        (f"{PAIRS[1][1]}<|im_end|>",),
+    ]
+    assert encoded(tokenizer, {"messages": CHAT}) == [by_hand(tokenizer, *parts)]
+
+
 def test_an_end_is_learned_where_the_template_has_none(tokenizer: Any) -> None:
     tokenizer.chat_template = (
         "{%- for m in messages %}{{- m['role'] + ': ' + m['content'] + '\\n' }}{%- endfor %}"
@@ -296,6 +312,9 @@ BAD_LINES = {
     "{": "line 1 must be a JSON object with",
     '{"messages": []}': "must fit the chat template of --model: ",
     '{"messages": [{"role": "assistant"}]}': "must fit the chat template of --model: ",
+    '{"instruction": 5, "output": "a"}': "must have texts as instruction, input and output, and ",
+    '{"instruction": "a", "output": "b", "history": ["cd"]}': "and pairs of texts as history: ",
+    '{"conversations": [{"from": ["gpt"], "value": "a"}]}': "it has messages, tools, of other",
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from moecore.models.distillation import Distillation
 from moecore.packing import PackedBatchSampler
 from moecore.recipes.examples import read_examples
 from moecore.recipes.tiny_model import write_tiny_model
+from tests.families.transformers.family_models import SIZES, config_values
 from tests.helpers.ranks import run_ranks
 from tests.models.test_distillation import make_options, plain_loss
 from tests.recipes.launched import metrics, rank_of_command
@@ -120,7 +122,7 @@ BAD_WORDS = {
 
 
 def test_options_that_do_not_fit(tmp_path: Path) -> None:
-    from moecore.recipes.finetune import check_options, parse_arguments
+    from moecore.recipes.finetune import build_reference, check_options, parse_arguments
 
     write_tiny_model(tmp_path / "student", **STUDENT)
     teacher = tmp_path / "teacher"
@@ -133,6 +135,10 @@ def test_options_that_do_not_fit(tmp_path: Path) -> None:
             check_options(parse_arguments([*model, *words.format(teacher=teacher).split()]), 1)
         text = str(error.value)
         assert wanted.format(teacher=teacher) in text and "\n" not in text, words
+    config.write_text(json.dumps(config_values("jamba", SIZES | {"vocab_size": 2048})))
+    meshes: Any = SimpleNamespace(device_type="cpu")
+    with pytest.raises(ValueError, match="must read packed rows, but layer_types"):
+        build_reference(parse_arguments(model), teacher, meshes, meshes)
 
 
 def test_files_that_do_not_fit(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ torch's AdamW. Two ranks, one rank, and a run that stopped and went on compute t
 
 import importlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -149,6 +150,9 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
         (folder / "stopped" / ".export.draft").mkdir()  # of an export that was stopped, too
     saved = f"{folder}/stopped/config.toml"
     resumed = start("stopped", saved)  # by its own file
+    export = folder / "stopped" / "export"  # as of a shorter run
+    (export / "config.json").write_text("{}")
+    os.utime(export, (0, 0))
     return [straight, resumed, start("stopped", f"{saved} --checkpoint-every 3"), other]
 
 

@@ -89,15 +89,19 @@ def test_adapters_are_trained_by_reward(grpo: ModuleType, tmp_path: Path, capsys
     peft = pytest.importorskip("peft", reason="adapters are those of peft")
     model, run_dir = tmp_path / "sums", tmp_path / "run"
     write_sums_model(model)
+    config = json.loads((model / "generation_config.json").read_text())
+    penalty = {"suppress_tokens": list(range(12))}  # the policy's probabilities are without it
+    (model / "generation_config.json").write_text(json.dumps(config | penalty))
     words = f"--model {model} --data {model / PROMPTS} --run-dir {run_dir} --steps 2 --lr 1e-2"
     words += " --batch-size 4 --group 4 --seq-len 64 --reward moecore.recipes.tiny_model:reward_sum"
-    words += " --max-new-tokens 2 --checkpoint-every 0"
+    words += " --max-new-tokens 2"
     assert grpo.dry_run(grpo.parse_arguments([*words.split(), "--gpus", "1"])) == 0
     printed = capsys.readouterr().out
     assert "peak memory" in printed and "first prompt: '0+0=', tokens [0, 10, 0, 11]" in printed
     assert "200 prompts; a step has 4 x 4 completions per rank" in printed and not run_dir.exists()
     adapters = ["--lora-rank", "4", "--grpo-kl-coef", "0.1"]
     assert grpo.run_rank(grpo.parse_arguments([*words.split(), *adapters])) == 0
+    assert all(line["response_tokens"] > 1 for line in metrics(run_dir))
     ids = torch.tensor([[3, 10, 4, 11]])
     load = transformers.AutoModelForCausalLM.from_pretrained
     with torch.no_grad():
@@ -105,6 +109,10 @@ def test_adapters_are_trained_by_reward(grpo: ModuleType, tmp_path: Path, capsys
         adapted = peft.PeftModel.from_pretrained(load(model), run_dir / "adapters").eval()
         merged, expected = load(run_dir / "export")(ids).logits, adapted(ids).logits
     assert (merged - expected).abs().max() < 1e-5 < 1e-3 < (merged - before).abs().max()
+    lines = (model / PROMPTS).read_text().splitlines(keepends=True)
+    (model / PROMPTS).write_text("".join(lines[::-1]))
+    assert grpo.run_rank(grpo.parse_arguments([*words.split(), *adapters])) == 2
+    assert "--data (200 prompts, digest " in capsys.readouterr().err
 
 
 def test_points_of_sums() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moecore.families.transformers.lora import LoRAOptions, add_adapters
+from moecore.families.transformers.lora_options import LoRAOptions, add_adapters
 from moecore.io import save_adapters
 from moecore.kernels.rows.four_bit import dequantise, quantise
 from moecore.packing import PackedBatchSampler

@@ -122,7 +122,8 @@ def test_rows_that_are_no_pairs_or_completions(encode, line, wanted, tmp_path) -
     assert f"--data ({path}) line 1 must" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_other_columns_and_one_message(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_repeated", [False, True])
+def test_other_columns_and_one_message(is_repeated: bool, tmp_path: Path) -> None:
     """As ShareGPT's preferences have them: conversations, and a message of each answer."""
     path = tmp_path / "a.jsonl"
     row = {
@@ -130,7 +131,8 @@ def test_other_columns_and_one_message(tmp_path: Path) -> None:
         "good": turn("assistant", "b"),
         "bad": turn("assistant", "c"),
     }
-    path.write_text(json.dumps(row))
+    full_chats = {key: [*row["talk"], row[key]] for key in ("good", "bad")}
+    path.write_text(json.dumps(row | full_chats if is_repeated else row))
     names = ColumnNames(prompt="talk", preferred="good", rejected="bad")
     tokenizer = make_tokenizer([("a b", "c")])
     found = read_examples([path], tokenizer, seq_len=9999, encode=encode_preference, columns=names)

@@ -25,6 +25,13 @@ TOOLS_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
+AS_JSON = "(call.function.arguments | tojson)"
+READS = {
+    "object": AS_JSON,
+    "text": "call.function.arguments + ''",  # as DeepSeek-V3
+    "printed": "(call.function.arguments | string)",
+}
+
 
 @pytest.fixture
 def tokenizer() -> Any:
@@ -80,8 +87,10 @@ def test_a_row_is_the_chat_that_the_tokenizer_renders(name, tokenizer, tmp_path)
     assert tokenizer.decode(answer_ids) == "".join(f"{answer}<|im_end|>" for answer in answers)
 
 
-def test_a_prompt_of_messages_is_not_learned(tokenizer: Any, tmp_path: Path) -> None:
-    row = {"prompt": [*CHAT, CHAT[0]], "completion": [CHAT[1]]}
+@pytest.mark.parametrize("is_repeated", [False, True])
+def test_a_prompt_of_messages_is_not_learned(is_repeated, tokenizer, tmp_path) -> None:
+    prompt = [*CHAT, CHAT[0]]
+    row = {"prompt": prompt, "completion": [*prompt * is_repeated, CHAT[1]]}
     (example,) = read(tokenizer, lines(tmp_path / "a.jsonl", row)).examples
     assert example.tokens_T.tolist() == rendered(tokenizer, [*CHAT, *CHAT])
     prompt = rendered(tokenizer, [*CHAT, CHAT[0]], add_generation_prompt=True)
@@ -90,25 +99,42 @@ def test_a_prompt_of_messages_is_not_learned(tokenizer: Any, tmp_path: Path) -> 
     assert tokenizer.decode(answer_ids) == f"{ANSWER}<|im_end|>"
 
 
-@pytest.mark.parametrize("form", ["messages", "sharegpt"])
-def test_tool_calls_are_rendered_by_the_template(form: str, tokenizer: Any, tmp_path: Path) -> None:
-    """Arguments as JSON text, as published data sets have them, are the object for a template."""
-    tokenizer.chat_template = TOOLS_TEMPLATE
+@pytest.mark.parametrize("reads", READS)
+@pytest.mark.parametrize("form", ["messages", "completion", "sharegpt"])
+def test_tool_calls_are_rendered_by_the_template(form, reads, tokenizer, tmp_path) -> None:
+    """Arguments as JSON text, as published data sets have them, are what a template reads."""
+    assert AS_JSON in TOOLS_TEMPLATE
+    tokenizer.chat_template = TOOLS_TEMPLATE.replace(AS_JSON, READS[reads])
     text = CALL | {"arguments": json.dumps(CALL["arguments"])}
     call = {"role": "assistant", "tool_calls": [{"type": "function", "function": text}]}
     result = {"role": "tool", "content": "3"}
     row: dict[str, Any] = {"messages": [CHAT[0], call, result, CHAT[1]], "tools": [TOOL]}
+    if form == "completion":
+        row = {"prompt": CHAT[0], "completion": [call, result, CHAT[1]], "tools": [TOOL]}
     if form == "sharegpt":
         kinds = ("human", ASK), ("function_call", json.dumps(CALL)), ("observation", "3")
         turns = [{"from": kind, "value": value} for kind, value in (*kinds, ("gpt", ANSWER))]
         row = {"conversations": turns, "tools": json.dumps([TOOL])}
     (example,) = read(tokenizer, lines(tmp_path / "a.jsonl", row)).examples
     parsed = {"role": "assistant", "tool_calls": [{"type": "function", "function": CALL}]}
-    messages = [CHAT[0], parsed, result, CHAT[1]]
+    messages = [CHAT[0], parsed if reads == "object" else call, result, CHAT[1]]
     assert example.tokens_T.tolist() == rendered(tokenizer, messages, tools=[TOOL])
     answer_ids = example.tokens_T[example.is_answer_T].tolist()
     wanted = 'add{"a": 1, "b": 2}<|im_end|>' + f"{ANSWER}<|im_end|>"
     assert tokenizer.decode(answer_ids) == wanted
+
+
+def test_a_json_file_is_a_list_of_rows(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"messages": CHAT}] * 2, indent=2))
+    examples = read(tokenizer, path).examples
+    assert [x.tokens_T.tolist() for x in examples] == [rendered(tokenizer, CHAT)] * 2
+    path.write_text(json.dumps({"messages": CHAT}))
+    with pytest.raises(ValueError, match=r"a.json\) must be a JSON list of objects: correct it"):
+        read(tokenizer, path)
+    path.write_text(json.dumps([CHAT]))
+    with pytest.raises(ValueError, match=r"a.json\) row 0 must be a JSON object with"):
+        read(tokenizer, path)
 
 
 def test_columns_of_other_names(tokenizer: Any, tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ def test_completions_rotate_and_labels_are_signs(tmp_path: Path) -> None:
     assert batch.count_labels_and_tokens().tolist() == [
         2, sum(rollouts.lengths), int(rollouts.response_mask_N.sum()), 0
     ]  # fmt: skip
+    assert make_unpaired_batch(cut[:1], length).mismatched.num_sequences == 0
 
 
 def test_the_digest_has_labels(tmp_path: Path) -> None:

@@ -37,9 +37,10 @@ class Case:
     @property
     def command(self) -> str:
         return (
-            f"--objective {self.objective} {self.words} --ep 2 --lr {self.rate} --batch-size "
-            f"{self.rows} --seq-len {self.tokens} --max-steps {self.steps} --lr-schedule constant "
-            f"--warmup-steps 0 --eval-every 4 --eval-share {self.eval_share} --checkpoint-every 0"
+            f"--objective {self.objective} {self.words} --ep 2 --lr {self.rate} --batch-size 1 "
+            f"--grad-accum {self.rows} --seq-len {self.tokens} --max-steps {self.steps} "
+            "--lr-schedule constant --warmup-steps 0 --eval-every 4 "
+            f"--eval-share {self.eval_share} --checkpoint-every 0"
         )
 
 

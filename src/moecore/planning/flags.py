@@ -11,7 +11,7 @@ from moecore.base.command_options import Spelling, Table, UsageError, list_optio
 from moecore.base.fields import quote
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.names import GpuName, MomentDtype, PresetName
-from moecore.families.transformers.lora import LoRAOptions
+from moecore.families.transformers.lora_options import LoRAOptions
 from moecore.io.hf.config import FAMILIES, decoder_config_from_hf
 from moecore.io.hf.config_fields import read_config
 from moecore.models import PRESETS

@@ -27,7 +27,7 @@ from moecore.base.fields import CheckedRecord, check_arguments, quote
 from moecore.base.options.context import ContextOptions
 from moecore.families import use_causal_attention
 from moecore.families.family import find_family, swap_blocks
-from moecore.families.transformers.lora import LoRAOptions, add_adapters
+from moecore.families.transformers.lora_options import LoRAOptions, add_adapters
 from moecore.families.transformers.packing import find_packing_problem
 from moecore.families.transformers.stock import enable_activation_checkpointing
 from moecore.families.transformers.tensor_parallel import plan_modules

@@ -7,7 +7,7 @@ Legend: N adapters, A micro-batches, B rows of a micro-batch, T tokens of a row.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -113,10 +113,10 @@ class AdapterTuning(FineTuning):
 
     def evaluate(self) -> Metrics:
         """Return "eval_loss/NAME" of adapters with evaluation data, and the mean "eval_loss"."""
-        shape, losses = replace(self.shape, grad_accum=1), Metrics()
+        losses = Metrics()
         for i, (name, examples) in enumerate(self.held_out_of.items()):
             if examples:
-                steps: Any = AdapterSteps({i: self.read(examples, shape, seed=None)})
+                steps: Any = AdapterSteps({i: self.read(examples, self.eval_shape, seed=None)})
                 batches = (steps.next_batch() for _ in range(len(steps)))
                 losses[f"eval_loss/{name}"] = self.compute_eval_loss(batches, len(steps))
         return average_losses(losses)

@@ -8,10 +8,10 @@ rows.py reads files and data sets, and converts each row to one of three forms:
 
 The loss counts the assistant's messages of a chat. A template may mark these tokens with {%
 generation %}. Without marks, an answer begins at the end of the prompt that the model will see, and
-ends with the template's last special token. The last answer ends with the end-of-sequence token. If
-a mark ends earlier, it is extended to that token, because the model must learn to end an answer. If
-a prompt contains the beginning of an answer, such as reasoning, and the answer repeats it in full,
-the beginning belongs to the prompt.
+ends with the template's last special token, or with the special token that begins the next message.
+The last answer ends with the end-of-sequence token. If a mark ends earlier, it is extended to that
+token, because the model must learn to end an answer. If a prompt contains the beginning of an
+answer, such as reasoning, and the answer repeats it in full, the beginning belongs to the prompt.
 
 Note "turns that change": some templates render a message differently when other messages follow,
 for example without the reasoning of earlier turns. Such a chat becomes one example per answer: the
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from moecore.recipes.files import format_path
-from moecore.recipes.rows import FORMS
+from moecore.recipes.rows import FORMS, format_arguments
 
 PROBES = ("a", "0", ".")  # a vocabulary of text has an id for one of them
 
@@ -84,6 +84,7 @@ def tokenize_prompt(tokenizer: Any, prompt: Any, tools: Any = None) -> list[int]
     if isinstance(prompt, str):
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
         return find_borders(tokenizer).make_prompt(ids)
+    prompt = format_arguments(tokenizer, prompt, tools)
     chat_ids: list[int] = tokenizer.apply_chat_template(
         prompt, tools=tools, add_generation_prompt=True, return_dict=True
     )["input_ids"]
@@ -174,6 +175,7 @@ def _encode_chat(
         )
     messages = [_remove_end_text(tokenizer, message) for message in messages]
     try:
+        messages = format_arguments(tokenizer, messages, tools)
         if not num_prompt and GENERATION.search(tokenizer.get_chat_template(tools=tools)):
             return [_encode_marked_chat(tokenizer, messages, tools)]
         return _encode_by_prefixes(tokenizer, messages, tools, num_prompt)
@@ -313,10 +315,14 @@ def _tokenize_spans(tokenizer: Any, text: str, spans: list[Span]) -> tuple[list[
     """Return the token ids of a text, and for each whether it overlaps a span of characters."""
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
-    is_answer = [False] * len(ids)
+    is_answer, special_ids = [False] * len(ids), get_special_ids(tokenizer)
     for start, end in spans:
         inside = [t for t, (a, b) in enumerate(offsets) if a < end and b > start and b > a]
-        for t in _trim_after_special_token(tokenizer, ids, inside):
+        inside = _trim_after_special_token(tokenizer, ids, inside)
+        # In GLM-4.5, the first token of the next message ends an answer.
+        if inside and [i in special_ids for i in ids[inside[-1] :][:2]] == [False, True]:
+            inside.append(inside[-1] + 1)
+        for t in inside:
             is_answer[t] = True
     return ids, is_answer
 

@@ -18,7 +18,7 @@ from moecore.recipes.corpora import CorpusSteps, Tokenizer
 from moecore.recipes.data import RandomSteps, StepBatch, Steps, pad_bounds
 from moecore.recipes.decoder_config import export_config
 from moecore.recipes.generate import write_samples
-from moecore.recipes.hf_model import write_export
+from moecore.recipes.hf_model import needs_export, write_export
 from moecore.recipes.job import TextTraining, average_losses
 from moecore.recipes.loop import print_on_rank_0
 from moecore.recipes.metrics import Metrics, compute_padding_and_mfu
@@ -106,7 +106,7 @@ class CorpusTraining(TextTraining):
         target = self.args.run_dir / EXPORT
         if not self.args.hf_config:
             return
-        if self.start < self.args.steps or not target.exists():
+        if needs_export(self):
             config = export_config(self.args.hf_config, self.args.rotary, self.model.config)
             options: Any = {"dtype": self.args.get_compute_dtype(self.device), "config": config}
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from moecore.base.rank_checks import find_difference
-from moecore.families.transformers.lora import add_adapters
+from moecore.families.transformers.lora_options import add_adapters
 from moecore.families.transformers.packing import find_packing_problem
 from moecore.families.transformers.stock import enable_activation_checkpointing
 from moecore.io.hf.config_fields import HFConfig
@@ -106,7 +106,7 @@ def read_data(args: FinetuneConfig, *, vocab_size: int) -> tuple[Examples, list[
         options=args.dataset,
         columns=args.columns,
     )
-    data = read(args.data)
+    data = read(args.data, option="--adapters" if args.adapters else "--data")
     examples, held_out = data.examples, []
     if args.eval_data and args.eval_every:
         held_out = read(args.eval_data, option="--eval-data").examples
@@ -219,6 +219,11 @@ def build_reference(args: FinetuneConfig, path: Path, meshes: Meshes, shape: Bat
     """Return the frozen, sharded model of a directory `path`. Collective."""
     dtype = args.get_compute_dtype(torch.device(meshes.device_type))
     hf = build_hf_model(read_config(path), path, dtype)
+    if (problem := find_packing_problem(hf)) is not None:
+        raise ValueError(
+            f"--distill-teacher ({path}) must read packed rows, but {problem} needs rows of one "
+            "example each: choose another teacher"
+        )
     hf.requires_grad_(False)  # before, because frozen experts may be stored in 4 bits
     frozen = replace(args, model=path, lora=None)
     return build_model(frozen, hf, meshes, shape, is_reference=True).eval()

@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from torch import nn
+
 from moecore.base.command_options import Spelling, Table, make_internal_field
 from moecore.base.fields import Bound, Count, CountOrZero
-from moecore.families.transformers.lora import LoRAOptions
+from moecore.families.transformers.lora_options import LoRAOptions
 from moecore.models.distillation import Distillation
 from moecore.recipes.data import make_batch_shape
 from moecore.recipes.files import find_model_directory
@@ -90,6 +92,12 @@ def check_adapters(args: FinetuneConfig) -> None:
             raise ValueError(
                 f"--adapters ({entry}) must be NAME=DATA, with letters, digits, _ and - in the "
                 "name: correct it"
+            )
+        if any(
+            hasattr(kind(), entry.partition("=")[0]) for kind in (nn.ModuleDict, nn.ParameterDict)
+        ):
+            raise ValueError(
+                f"--adapters ({entry}) must not have the name of a method of nn.Module: rename it"
             )
     if args.lora is None:
         raise ValueError("--adapters must go with options of [lora]: give --lora-rank")

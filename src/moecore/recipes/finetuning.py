@@ -17,7 +17,7 @@ from moecore.models.distillation import (
     TeacherForward,
 )
 from moecore.packing.corpus.scheduled_batch import ScheduledBatch
-from moecore.recipes.data import StepBatch, Steps
+from moecore.recipes.data import BatchShape, StepBatch, Steps
 from moecore.recipes.examples import Examples, encode_row
 from moecore.recipes.hf_model import export_run, make_causal_lm_inputs, make_scored_inputs
 from moecore.recipes.job import TextTraining
@@ -96,9 +96,14 @@ class FineTuning(TextTraining):
         """Return "eval_loss" in nats per answer token; {} without evaluation data. Collective."""
         if not self.held_out:
             return {}
-        steps = self.read(self.held_out, replace(self.shape, grad_accum=1), seed=None)
+        steps = self.read(self.held_out, self.eval_shape, seed=None)
         batches = (steps.next_batch() for _ in range(len(steps.sampler)))
         return {"eval_loss": self.compute_eval_loss(batches, len(steps.sampler))}
+
+    @property
+    def eval_shape(self) -> BatchShape:
+        """The shape of a batch of evaluation data: one micro-batch on each data rank."""
+        return replace(self.shape, grad_accum=1)
 
     def compute_metrics(self, token_counts: list[int], seconds: float) -> Metrics:
         """Return "answer_tokens", "padding_share", and "mfu" if FLOPs and GPU peak are known."""
@@ -158,7 +163,8 @@ class PreferenceTuning(FineTuning):
 
     def add_reference_log_probs(self, rollouts: Rollouts) -> Rollouts:
         """Return `rollouts` on the device, with the reference model's log-probs. Collective."""
-        scores, advantages_N = self.engine.reference_log_probs(rollouts), rollouts.advantages_N
+        group_size, advantages_N = self.objective.group_size, rollouts.advantages_N
+        scores = self.engine.reference_log_probs(rollouts, group_size=group_size)
         return rollouts.replace(
             ref_log_probs_N=scores.log_probs_N,
             response_mask_N=rollouts.response_mask_N.to(self.device),
@@ -172,7 +178,8 @@ class PreferenceTuning(FineTuning):
     def sum_losses(self, batch: Any) -> Tensor:
         """Return the sum of the losses of this data rank's examples, 0-dim."""
         rollouts = self.prepare_rollouts(batch)
-        log_probs_N = self.engine.log_probs(rollouts).log_probs_N
+        group_size = self.objective.group_size
+        log_probs_N = self.engine.log_probs(rollouts, group_size=group_size).log_probs_N
         losses: Tensor = self.objective.compute_losses(log_probs_N, rollouts)
         return losses.sum()
 
@@ -191,6 +198,11 @@ class UnpairedTuning(PreferenceTuning):
     encode = staticmethod(encode_unpaired_preference)
     make_batch = staticmethod(make_unpaired_batch)
 
+    @property
+    def eval_shape(self) -> BatchShape:
+        """The shape of a training step, because the KL term needs several completions."""
+        return self.shape
+
     def prepare_rollouts(self, batch: Any) -> Rollouts:
         """Set `objective.kl` from prompts with mismatched completions; return the sequences."""
         rollouts = self.add_reference_log_probs(batch.mismatched)
@@ -198,7 +210,7 @@ class UnpairedTuning(PreferenceTuning):
         log_ratios_n = self.objective.compute_log_ratios(log_probs_N, rollouts)
         sums = torch.stack([log_ratios_n.sum(), log_ratios_n.new_tensor(len(log_ratios_n))])
         dist.all_reduce(sums)
-        self.objective = replace(self.objective, kl=max(0.0, float(sums[0] / sums[1])))
+        self.objective = replace(self.objective, kl=max(0.0, float(sums[0] / sums[1].clamp(min=1))))
         return super().prepare_rollouts(batch)
 
     def average_preference_metrics(self, log_probs_N: Tensor, rollouts: Rollouts) -> Metrics:

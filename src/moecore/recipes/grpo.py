@@ -21,7 +21,8 @@ from moecore.base.command_options import Fields, Table, make_internal_field
 from moecore.base.fields import Count
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.rank_checks import find_difference
-from moecore.families.transformers.lora import LoRAOptions, add_adapters
+from moecore.families.transformers.lora_options import LoRAOptions, add_adapters
+from moecore.packing.documents import hash_values
 from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.parallelize import parallelize_moe
 from moecore.planning import TransformersModel
@@ -143,7 +144,9 @@ def build_job(args: GRPOConfig) -> Reinforcement:
     tokenizer = read_tokenizer(args.model)
     prompts = read_run_prompts(args, tokenizer)
     meshes = build_meshes(args.make_parallel_config(world_size, num_experts=count_experts(config)))
-    facts = {"--model": args.model.resolve().name, "prompts": len(prompts)}
+    digest = hash_values(*(prompt.ids for prompt in prompts))
+    data = f"{len(prompts)} prompts, digest {digest:016x}"
+    facts = {"--model": args.model.resolve().name, "--data": data}
     if (problem := find_difference(facts, meshes.device_type)) is not None:
         raise ValueError(f"{problem} on every rank: give all hosts the same files")
     policy = build_model(args, config, meshes)

@@ -42,7 +42,7 @@ from moecore.recipes.hf_model import export_run
 from moecore.recipes.job import TrainingJob
 from moecore.recipes.loop import print_on_rank_0
 from moecore.recipes.metrics import Metrics
-from moecore.recipes.rows import ColumnNames, DatasetOptions, parse_tools, read_rows
+from moecore.recipes.rows import ColumnNames, DatasetOptions, as_messages, parse_tools, read_rows
 from moecore.rl import GRPO, Engine, Rollouts, group_advantages
 
 Reward = Callable[..., Sequence[float]]
@@ -109,7 +109,7 @@ def read_prompts(
     rows = read_rows(files, "--data", options or DatasetOptions())
     for row in track_progress(rows, "tokenizing", unit="prompts"):
         content = dict(row.parse())
-        prompt = content.pop(names.prompt, None)
+        prompt = as_messages(content.pop(names.prompt, None))
         if not isinstance(prompt, str) and not is_chat(prompt):
             raise ValueError(
                 f"{row.location} must have {names.prompt}, a text or messages: correct the row or "
@@ -188,6 +188,8 @@ class Reinforcement(TrainingJob[Samples]):
         end = self.sampler.generation_config.eos_token_id
         end = self.tokenizer.eos_token_id if end is None else end
         self._ends = set(end if isinstance(end, list) else [end])
+        # A model's own may change the probabilities, such as by a repetition penalty.
+        self.sampler.generation_config = type(self.sampler.generation_config)()
 
     def print_start(self) -> None:
         """Print the model, the ranks and the data of the run."""
@@ -233,7 +235,8 @@ class Reinforcement(TrainingJob[Samples]):
         columns = {name: [p.columns.get(name) for p in prompts] for name in sorted(names)}
         columns["completion_ids"] = list(responses)
         rewards_n = call_reward(self.reward, [p.content for p in prompts], completions, columns)
-        moments = torch.stack([rewards_n.sum(), rewards_n.square().sum()]).double()
+        values_n = rewards_n.double()
+        moments = torch.stack([values_n.sum(), values_n.square().sum()])
         moments = torch.cat([moments, moments.new_full((1,), len(rewards_n))]).to(self.device)
         dist.all_reduce(moments)
         total, squares, number = moments.tolist()

@@ -29,7 +29,7 @@ from moecore.packing.corpus.files import shorten_text
 from moecore.recipes.files import format_option, name_option_in_errors
 from moecore.recipes.job import TrainingJob
 from moecore.recipes.loop import print_on_rank_0
-from moecore.recipes.report import EXPORT
+from moecore.recipes.report import EXPORT, METRICS
 from moecore.train import materialize
 
 ADAPTERS = "adapters"  # folder of a run
@@ -176,10 +176,21 @@ def read_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
+def needs_export(job: TrainingJob[Any]) -> bool:
+    """Return whether RUN_DIR/export is missing or older than the last step. Collective."""
+    target, log = (job.args.run_dir / name for name in (EXPORT, METRICS))
+
+    def is_missing_or_old() -> bool:
+        times = [path.stat().st_mtime for path in (log, target) if path.exists()]
+        return not target.exists() or times != sorted(times)
+
+    return job.start < job.args.steps or run_on_first_rank(is_missing_or_old)
+
+
 def export_run(job: TrainingJob[Any]) -> None:
     """Export the model to RUN_DIR/export, unless an earlier start did. Collective."""
     args, hf, target = job.args, job.model, job.args.run_dir / EXPORT
-    if job.start < args.steps or not target.exists():
+    if needs_export(job):
         if args.lora is not None:
             save_adapters(hf, args.run_dir / ADAPTERS)
             merge_adapters(hf)

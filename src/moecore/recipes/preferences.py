@@ -23,7 +23,15 @@ from moecore.recipes.chat import (
     is_chat,
     tokenize_prompt,
 )
-from moecore.recipes.rows import ColumnNames, DatasetOptions, Row, normalize_message, parse_tools
+from moecore.recipes.rows import (
+    ColumnNames,
+    DatasetOptions,
+    Row,
+    as_messages,
+    format_arguments,
+    parse_tools,
+    remove_prompt,
+)
 from moecore.rl import Rollouts
 
 
@@ -98,7 +106,8 @@ class PreferenceBatch:
 class UnpairedBatch(PreferenceBatch):
     """A data rank's completions of a step; `advantages_N` is 1 (desirable) or -1 (undesirable)."""
 
-    # Each prompt with the completion of the example before; the first has the last completion.
+    # Each prompt with the completion of the example before; the first has the last completion. A
+    # single example has no other completion.
     mismatched: Rollouts
     num_sequences: ClassVar[int] = 1
 
@@ -114,7 +123,7 @@ def make_unpaired_batch(examples: Sequence[UnpairedPreference], seq_len: int) ->
     signs = [1.0 if example.is_desirable else -1.0 for example in examples]
     signs_n = torch.tensor(signs, dtype=torch.float32, device="cpu")
     completions = [example.completion_T for example in (*examples[-1:], *examples[:-1])]
-    pairs = zip(examples, completions, strict=True)
+    pairs = zip(examples, completions, strict=True) if len(examples) > 1 else ()
     mismatched = [example.continue_with(other_T).cut(seq_len) for example, other_T in pairs]
     return UnpairedBatch(
         rollouts.replace(advantages_N=rollouts.expand_to_tokens(signs_n)),
@@ -141,7 +150,7 @@ def encode_preference(
     """Return a list with the pair of preferred and rejected completion of a row's prompt."""
     columns = row.select_columns(column_names)
     prompt, *completions = (
-        _as_messages(columns.get(n)) for n in ("prompt", "preferred", "rejected")
+        as_messages(columns.get(n)) for n in ("prompt", "preferred", "rejected")
     )
     is_text = all(isinstance(completion, str) for completion in completions)
     if not is_text and not all(is_chat(completion) for completion in completions):
@@ -160,6 +169,7 @@ def encode_preference(
         count = count_common_prefix(preferred, rejected)
         count -= count > 0 and preferred[count - 1] == " "
         prompt, completions = preferred[:count], [preferred[count:], rejected[count:]]
+    completions = [remove_prompt(prompt, completion) for completion in completions]
     tools = parse_tools(columns)
     return [Preference(*_encode_completions(row, tokenizer, prompt, completions, tools))]
 
@@ -169,7 +179,8 @@ def encode_unpaired_preference(
 ) -> list[UnpairedPreference]:
     """Return a list with the labelled completion of a row's prompt."""
     columns = row.select_columns(column_names)
-    prompt, completion = (_as_messages(columns.get(n)) for n in ("prompt", "completion"))
+    prompt, completion = (as_messages(columns.get(n)) for n in ("prompt", "completion"))
+    completion = remove_prompt(prompt, completion)
     are_texts = isinstance(prompt, str) and isinstance(completion, str)
     if not are_texts and not (is_chat(prompt) and is_chat(completion)):
         raise ValueError(
@@ -197,9 +208,10 @@ def _encode_completions(
             texts = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in full)
             ids = list(map(find_borders(tokenizer).make_document, texts))
         else:
+            chats = (format_arguments(tokenizer, chat, tools) for chat in full)
             ids = [
                 tokenizer.apply_chat_template(chat, tools=tools, return_dict=True)["input_ids"]
-                for chat in full
+                for chat in chats
             ]
     except Exception as error:  # of any kind: a template is code
         raise ValueError(
@@ -215,9 +227,3 @@ def _encode_completions(
         )
         for tokens in ids
     ]
-
-
-def _as_messages(value: Any) -> Any:
-    """Return one message or a list of messages as a list, and other values unchanged."""
-    messages = [value] if isinstance(value, dict) else value
-    return list(map(normalize_message, messages)) if isinstance(messages, list) else value

@@ -1,7 +1,8 @@
 """Rows of files and data sets, converted to one of the forms that chat.py encodes.
 
-A .jsonl file has a JSON object per line. A data set of `datasets` has rows. Any other file is one
-text. A column may have another name, see `ColumnNames`. These forms become messages:
+A .jsonl file has a JSON object per line, and a .json file a list of objects. A data set of
+`datasets` has rows. Any other file is one text. A column may have another name, see `ColumnNames`.
+These forms become messages:
 
     conversations: [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]
     instruction: "...", input: "...", output: "..."        instruction and input are one message
@@ -13,6 +14,7 @@ assistant's message whose text is the JSON of a tool call.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -133,6 +135,11 @@ def read_rows(files: Sequence[Path], option: str, options: DatasetOptions) -> It
             for number, line in enumerate(read_text(path, option).split("\n"), start=1):
                 if text := line.strip(BLANKS):
                     yield Row(f"{name} line {number}", text)
+        elif path.suffix == ".json":
+            if not isinstance(rows := _parse_json(read_text(path, option)), list):
+                raise ValueError(f"{name} must be a JSON list of objects: correct it")
+            for number, row in enumerate(rows):
+                yield Row(f"{name} row {number}", row)
         else:
             yield Row(name, {"text": read_text(path, option)})
 
@@ -152,19 +159,14 @@ def convert_to_form(
         messages = [*_make_system_message(columns), *_as_list(columns["conversations"], location)]
         return {"messages": [normalize_message(m) for m in messages], "tools": parse_tools(columns)}
     if kind == "alpaca":
-        pairs = _as_list(columns.get("history") or [], location)
-        request = "\n".join(filter(None, (columns["instruction"], columns.get("input"))))
-        messages = _make_system_message(columns)
-        for question, answer in (*pairs, (request, columns["output"])):
-            messages.append({"role": "user", "content": question})
-            messages.append({"role": "assistant", "content": answer})
-        return {"messages": messages}
+        return {"messages": _make_alpaca_messages(columns, location)}
     if kind == "messages" and isinstance(columns["messages"], list):
         messages = [normalize_message(m) for m in columns["messages"]]
         return {"messages": messages, "tools": parse_tools(columns)}
     if kind == "completion":
-        pair = {name: columns[name] for name in ("prompt", "completion")}
-        return pair | {"tools": parse_tools(columns)}
+        prompt, completion = (as_messages(columns[name]) for name in ("prompt", "completion"))
+        completion = remove_prompt(prompt, completion)
+        return {"prompt": prompt, "completion": completion, "tools": parse_tools(columns)}
     return {name: columns[name] for name in FORMATS["text"]} if kind == "text" else columns
 
 
@@ -175,10 +177,43 @@ def _as_list(value: Any, location: str) -> list[Any]:
     return value
 
 
+def _make_alpaca_messages(columns: dict[str, Any], location: str) -> list[dict[str, Any]]:
+    """Return the messages of a row of format alpaca; ValueError if a column has another type."""
+    history, context = columns.get("history") or [], columns.get("input") or ""
+    request, output = columns["instruction"], columns["output"]
+    are_pairs = isinstance(history, list) and all(
+        isinstance(pair, list) and len(pair) == 2 for pair in history
+    )
+    texts = [*chain(*history), request, context, output] if are_pairs else [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(
+            f"{location} must have texts as instruction, input and output, and pairs of texts as "
+            "history: correct it"
+        )
+    messages = _make_system_message(columns)
+    for question, answer in (*history, ("\n".join(filter(None, (request, context))), output)):
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": answer})
+    return messages
+
+
 def _make_system_message(columns: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a list with the system message of a row, or an empty list."""
     system = columns.get("system")
     return [{"role": "system", "content": system}] if system else []
+
+
+def as_messages(value: Any) -> Any:
+    """Return one message or a list of messages as a list, and other values unchanged."""
+    messages = [value] if isinstance(value, dict) else value
+    return list(map(normalize_message, messages)) if isinstance(messages, list) else value
+
+
+def remove_prompt(prompt: Any, completion: Any) -> Any:
+    """Return a completion without the messages of its prompt, with which it may begin."""
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return completion[len(prompt) if completion[: len(prompt)] == prompt else 0 :]
+    return completion
 
 
 def normalize_message(message: Any) -> Any:
@@ -191,19 +226,59 @@ def normalize_message(message: Any) -> Any:
             call = {"type": "function", "function": _parse_json(value)}
             message = {"role": "assistant", "content": "", "tool_calls": [call]}
         else:
-            message = {"role": ROLES.get(role, role), "content": value}
+            role = ROLES.get(role, role) if isinstance(role, str) else role
+            message = {"role": role, "content": value}
     if not isinstance(message.get("tool_calls"), list):
         return message
     return message | {"tool_calls": [_parse_tool_call(call) for call in message["tool_calls"]]}
 
 
+class ToolArguments(dict[str, Any]):
+    """The arguments of a tool call, and their JSON text."""
+
+    text: str
+
+
+def format_arguments(tokenizer: Any, messages: list[Any], tools: Any) -> list[Any]:
+    """Return messages with the arguments of tool calls as the template of `tokenizer` reads them.
+
+    Most templates read an object. The template of DeepSeek-V3 reads JSON text: of an object it
+    raises a TypeError, and other such templates print Python's text of the object.
+    """
+    objects: list[ToolArguments] = []
+    with_texts = _replace_arguments(messages, objects)
+    if not objects:
+        return messages
+    try:
+        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+        reads_text = any(repr(dict(x)) in text for x in objects if x)
+    except TypeError:
+        reads_text = True
+    return with_texts if reads_text else messages
+
+
+def _replace_arguments(value: Any, objects: list[ToolArguments]) -> Any:
+    """Return a nested value with the text of each `ToolArguments`, and append it to `objects`."""
+    if isinstance(value, ToolArguments):
+        objects.append(value)
+        return value.text
+    if isinstance(value, dict):
+        return {name: _replace_arguments(of, objects) for name, of in value.items()}
+    return [_replace_arguments(of, objects) for of in value] if isinstance(value, list) else value
+
+
 def _parse_tool_call(call: Any) -> Any:
-    """Return a tool call with its arguments parsed from JSON, as chat templates expect."""
+    """Return a tool call with its arguments parsed from JSON."""
     if not isinstance(call, dict):
         return call
     if isinstance(call.get("function"), dict):
         return call | {"function": _parse_tool_call(call["function"])}
-    return call | {"arguments": _parse_json(call["arguments"])} if "arguments" in call else call
+    value = call.get("arguments")
+    if not isinstance(content := _parse_json(value), dict):
+        return call
+    arguments = ToolArguments(content)
+    arguments.text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return call | {"arguments": arguments}
 
 
 def parse_tools(columns: dict[str, Any]) -> Any:

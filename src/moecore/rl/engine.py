@@ -154,7 +154,12 @@ class Engine:
         self._offloads = [TrainingOffload(part.model, part.optimizers) for part in steps]
 
     def log_probs(
-        self, rollouts: Rollouts, *, entropy: bool = False, routes: bool = False
+        self,
+        rollouts: Rollouts,
+        *,
+        entropy: bool = False,
+        routes: bool = False,
+        group_size: Count = 1,
     ) -> TokenScores:
         """Return the model's log-probabilities of response tokens, without gradients.
 
@@ -164,6 +169,7 @@ class Engine:
             rollouts: sequences of this data-parallel rank.
             entropy: whether entropies are computed.
             routes: whether the expert ids of each token are recorded, for `Rollouts.routes_NLK`.
+            group_size: the objective's, for the micro-batches and rounding of `forward_backward`.
 
         Raises:
             ValueError: on every rank, if a rank's rollouts are invalid, or if the tp, cp and pp
@@ -176,22 +182,24 @@ class Engine:
                 raise ValueError(
                     "routes (True) must be False for rollouts with routes_NLK: drop one"
                 )
-        return self._compute_scores(self.step, rollouts, entropy=entropy, routes=routes)
+        return self._compute_scores(
+            self.step, rollouts, entropy=entropy, routes=routes, group_size=group_size
+        )
 
-    def reference_log_probs(self, rollouts: Rollouts) -> TokenScores:
+    def reference_log_probs(self, rollouts: Rollouts, *, group_size: Count = 1) -> TokenScores:
         """Return the reference model's log-probabilities of response tokens, without gradients.
 
         The routers of the reference model choose experts; routes in `rollouts` are not replayed.
-        ValueError as in `log_probs`, or without both a reference and adapters.
+        `group_size` and ValueErrors as in `log_probs`, or without both a reference and adapters.
         """
         arguments = locals()
         with self._raise_on_all_ranks("reference_log_probs() of rollouts"):
             check_arguments(Engine.reference_log_probs, arguments)
         rollouts = rollouts.replace(routes_NLK=None, route_weights_NLK=None)
         if self._reference is not None:
-            return self._compute_scores(self._reference, rollouts, entropy=False)
+            return self._compute_scores(self._reference, rollouts, group_size=group_size)
         with self._request.family.disable_adapters(self.model):
-            return self._compute_scores(self.step, rollouts, entropy=False)
+            return self._compute_scores(self.step, rollouts, group_size=group_size)
 
     def forward_backward(
         self,
@@ -218,7 +226,9 @@ class Engine:
             check_grad_enabled("forward_backward()")
         errors = publish_errors("forward_backward() of rollouts")
         with errors, self._use_batch_invariance(self.model):
-            batch = self._build_batch(rollouts, objective, entropy=objective.entropy)
+            batch = self._build_batch(
+                rollouts, objective, entropy=objective.entropy, group_size=objective.group_size
+            )
             rows, number = batch.rows, len(batch.rows)
             self.step.num_micro_batches = number
             is_mean = self._request.loss == "mean"
@@ -234,9 +244,8 @@ class Engine:
             is_first = torch.tensor([row.is_first for row in rows], dtype=torch.bool, device="cpu")
             losses = losses.where(copy_to_device(is_first, losses.device), 0)
             loss = sum_over_data_ranks(losses.sum() / factor, self._meshes)
-            return ObjectiveResult(
-                loss=loss, scores=batch.reduce_scores(scores), num_micro_batches=number
-            )
+            scores = batch.reduce_scores(scores)
+            return ObjectiveResult(loss=loss, scores=scores, num_micro_batches=number)
 
     def weights(self, **options: Any) -> WeightStream:
         """Return a `WeightStream`, which yields the model's current weights. Collective.
@@ -258,11 +267,19 @@ class Engine:
             offload.onload(selection)
 
     def _compute_scores(
-        self, step: TrainStep, rollouts: Rollouts, *, entropy: bool, routes: bool = False
+        self,
+        step: TrainStep,
+        rollouts: Rollouts,
+        *,
+        entropy: bool = False,
+        routes: bool = False,
+        group_size: int,
     ) -> TokenScores:
         """Return scores without gradients, with `entropy` and `routes` if requested. Collective."""
         with publish_errors("log_probs() of rollouts"), self._use_batch_invariance(step.model):
-            batch = self._build_batch(rollouts, None, entropy=entropy, routes=routes)
+            batch = self._build_batch(
+                rollouts, None, entropy=entropy, routes=routes, group_size=group_size
+            )
             rows, scores = batch.rows, batch.make_empty_scores(entropy=entropy)
             micro_batches = [self._make_inputs(row, scores, None, None) for row in rows]
             tapes = self._layers.record_routes() if routes else self._layers.replay_rows(rows)
@@ -300,6 +317,7 @@ class Engine:
         *,
         entropy: bool,
         routes: bool = False,
+        group_size: int,
     ) -> RolloutBatch:
         """Check rollouts; return this rank's packed rows and the global totals. Collective."""
         is_dynamic, limits, meshes = self._request.is_dynamic, self._limits, self._meshes
@@ -313,7 +331,6 @@ class Engine:
             check_token_ids(rollouts.tokens_N, self._vocab_size)
             if routes or rollouts.routes_NLK is not None:
                 self._layers.check_routes(rollouts)
-            group_size = 1 if objective is None else objective.group_size
             assign = group_sequences if is_dynamic else partial(assign_sequences, limits=limits)
             assignments = assign(rollouts, group_size=group_size)
             local_totals = compute_totals(rollouts, len(assignments), group_size)
@@ -326,7 +343,7 @@ class Engine:
         for name in (*field_names, "routes_NLK", "route_weights_NLK"):
             global_entries[f"whether {name} is None"] = getattr(rollouts, name) is None
         global_entries |= {"routes": routes, "temperature": rollouts.temperature}
-        global_entries["batch_invariant"] = self._is_invariant
+        global_entries |= {"batch_invariant": self._is_invariant, "group_size": group_size}
         shared = {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
         totals = gather_totals(
             meshes, local_totals, None, global_entries=global_entries, shared_entries=shared

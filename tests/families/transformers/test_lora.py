@@ -18,7 +18,7 @@ from moecore import (
 )
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.precision import Precision, Recipe
-from moecore.families.transformers.lora import LoRAOptions, add_adapters
+from moecore.families.transformers.lora_options import LoRAOptions, add_adapters
 from moecore.io import (
     export_hf,
     init_adapters,
@@ -32,7 +32,7 @@ from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.experts import Experts
 from moecore.moe.low_rank import LowRank
 from tests.families.transformers import lora_cases as lc
-from tests.families.transformers.family_models import tiny_model
+from tests.families.transformers.family_models import batch, loss_of, tiny_model
 from tests.families.transformers.hf_models import enable_checkpointing, random_model, worst
 
 PAGE = Path(__file__).parents[3] / "docs" / "quantised_base.md"
@@ -371,6 +371,49 @@ def test_dora_is_refused_on_experts() -> None:
     assert_one_line(error)
     model = add_adapters(one_layer(), LoRAOptions(rank=2, dora=True, experts=False))
     assert any("lora_magnitude_vector" in name for name, _ in model.named_parameters())
+
+
+WITHOUT_ADAPTERS = {  # by default
+    "deepseek_v3": "gate_proj",
+    "deepseek_v4": "o_a_proj",
+    "gemma4": "router.proj",
+    "hunyuan_v1_moe": "wg",
+    "llama4": "router",
+    "longcat_flash": "experts.gate_up_proj",
+    "nemotron_h": "out_proj",
+    "zaya": "fc1",
+}
+
+
+@pytest.mark.parametrize("family", WITHOUT_ADAPTERS)
+def test_the_default_layers_with_adapters(family: str, meshes: Meshes) -> None:
+    """No router, no linear that peft refuses or changes, and only experts that have weights."""
+    tuner: Any = add_adapters(tiny_model(family), LoRAOptions(rank=2, experts=False)).base_model
+    assert tuner.targeted_module_names and not tuner.targeted_parameter_names
+    model = add_adapters(tiny_model(family), LoRAOptions(rank=2))
+    tuner = model.base_model
+    names = [*tuner.targeted_module_names, *tuner.targeted_parameter_names]
+    assert not any(name.endswith(WITHOUT_ADAPTERS[family]) for name in names)
+    assert any(name.endswith("experts.down_proj") for name in names)
+    assert not model.peft_config["default"].rank_pattern
+    parallelize_moe(model, meshes)
+    assert loss_of(model, batch(model.get_base_model(), 0)).isfinite()
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
+def test_adapters_of_a_tied_weight_are_not_merged(name: str, meshes: Meshes) -> None:
+    """A merge would change the other module, too."""
+    base = random_model("qwen3-moe", tie_word_embeddings=True)
+    model = lc.peft.get_peft_model(base, lc.lora_config(target_modules=[name]))
+    parallelize_moe(model, meshes)
+    with pytest.raises(NotImplementedError, match=f"{name} must not be merged, because another mo"):
+        merge_adapters(model)
+
+
+def test_the_name_of_a_layer_is_no_name_of_an_adapter() -> None:
+    model = add_adapters(tiny_model("qwen3_moe"), LoRAOptions(rank=2), "0", "chat")
+    with pytest.raises(ValueError, match=r"no adapter \(0, chat\) may have the name of a module"):
+        collect_adapter_tensors(model, "chat")
 
 
 def test_an_embedding_and_a_normal_start(meshes: Meshes, tmp_path: Path) -> None:

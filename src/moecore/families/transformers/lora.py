@@ -1,9 +1,8 @@
-"""peft's LoRA in a transformers model: options, adapters on experts, names, refusals.
+"""peft's LoRA in a transformers model: adapters on experts, names, refusals.
 
-`add_adapters` adds LoRA before `parallelize_moe`. peft replaces a dense layer by a wrapper module,
-which is sharded with its block. peft parametrizes stacked expert matrices in forward, which sharded
-parameters do not allow. This module removes these wrappers and moves their A and B to
-`Experts.lora` (`moe/low_rank.py`).
+peft replaces a dense layer by a wrapper module, which is sharded with its block. peft parametrizes
+stacked expert matrices in forward, which sharded parameters do not allow. This module removes these
+wrappers and moves their A and B to `Experts.lora` (`moe/low_rank.py`).
 
     peft's, in mlp.experts                           here, in mlp.experts
     base_layer.lora_A.default.weight [E * r, D]      lora.gate_up_proj.lora_A.default [E, r, D]
@@ -15,9 +14,7 @@ Legend: E experts, D model dim, r rank, O output dim of a matrix.
 from __future__ import annotations
 
 import functools
-import re
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,14 +22,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moecore.base.fields import CheckedRecord, Count, FieldErrors
 from moecore.base.params import clean_name
 from moecore.base.peft_layers import is_tuner_layer
 from moecore.families.adapters import CONVOLUTIONS
 from moecore.families.transformers.stock import is_pretrained
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.low_rank import LowRank
-from moecore.train.optim.matrices import HEADS, ROUTERS
 
 # Methods of a PeftModel and its tuner that read or change full parameters -> the replacement.
 REPLACED = {
@@ -305,96 +300,3 @@ def _make_expert_lora_class() -> type[LowRank]:
             return [] if self.disable_adapters or self.merged else self.active_adapters
 
     return ExpertLora
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoRAOptions(CheckedRecord):
-    """LoRA adapters of peft; all other weights are frozen.
-
-    Attributes:
-        rank: columns of A and rows of B.
-        alpha: numerator of the scale of B A: alpha / rank, or with `rslora` alpha / sqrt(rank).
-        rslora: whether the scale is rank-stabilised (arXiv:2312.03732).
-        dora: whether a trained vector is the norm of each row of W + scale B A (arXiv:2402.09353);
-            requires `experts` False.
-        rank_pattern: "PATTERN=RANK" for layers of another rank, as in peft: a regular expression
-            that the end of a layer's name matches. The first match counts.
-        alpha_pattern: "PATTERN=ALPHA" for layers of another alpha.
-        target_modules: last parts of the names of linear layers with adapters; () = all linear
-            layers except the head and routers.
-        experts: whether the stacked matrices of experts have adapters.
-    """
-
-    rank: Count = 16
-    alpha: Count = 32
-    rslora: bool = False
-    dora: bool = False
-    rank_pattern: tuple[str, ...] = ()
-    alpha_pattern: tuple[str, ...] = ()
-    target_modules: tuple[str, ...] = ()
-    experts: bool = True
-
-    def _find_field_errors(self) -> FieldErrors:
-        if self.dora and self.experts:
-            yield "experts", "be False with dora (True), which peft has only for linears: set it"
-        for name in ("rank_pattern", "alpha_pattern"):
-            try:
-                numbers = _read_patterns(getattr(self, name))
-                is_valid = all(re.compile(x) and number > 0 for x, number in numbers.items())
-            except (re.error, ValueError):
-                is_valid = False
-            if not is_valid:
-                yield name, "be PATTERN=NUMBER, regular expressions with numbers >= 1: correct it"
-
-
-def add_adapters(model: nn.Module, options: LoRAOptions, *names: str) -> Any:
-    """Add LoRA adapters to a model on meta, before `parallelize_moe`; return its PeftModel."""
-    names = names or ("default",)
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise ValueError("[lora] must have peft installed: pip install peft") from None
-    linears = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    linears -= HEADS | ROUTERS
-    for name in options.target_modules:
-        if name not in linears:
-            raise ValueError(
-                f"LoRAOptions.target_modules ({name!r}) must be linear layers of the model "
-                f"({', '.join(sorted(linears))}): correct it"
-            )
-    experts = {
-        ".".join(name.split(".")[-3:])
-        for name, param in model.named_parameters()
-        if param.ndim == 3 and ".experts." in name
-    }
-    config = LoraConfig(
-        r=options.rank,
-        lora_alpha=options.alpha,
-        use_rslora=options.rslora,
-        use_dora=options.dora,
-        rank_pattern=_read_patterns(options.rank_pattern),
-        alpha_pattern=_read_patterns(options.alpha_pattern),
-        target_modules=sorted(options.target_modules or linears),
-        target_parameters=sorted(experts) if options.experts else None,
-        task_type="CAUSAL_LM",
-    )
-    with warnings.catch_warnings():  # peft's check of patterns does not know the experts' names
-        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match")
-        adapted_model = get_peft_model(model, config, adapter_name=names[0])
-        for name in names[1:]:
-            adapted_model.add_adapter(name, config, low_cpu_mem_usage=True)
-    tuner: Any = adapted_model.base_model
-    tuner.set_adapter(list(names) if len(names) > 1 else names[0])
-    adapted: list[str] = tuner.targeted_module_names + tuner.targeted_parameter_names
-    for pattern in _read_patterns(options.rank_pattern + options.alpha_pattern):
-        if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in adapted):
-            raise ValueError(
-                f"LoRAOptions.rank_pattern and alpha_pattern ({pattern!r}) must match a layer with "
-                f"adapters, such as {adapted[0]}: correct it"
-            )
-    return adapted_model
-
-
-def _read_patterns(entries: Sequence[str]) -> dict[str, int]:
-    """Return {regular expression: number} of entries "PATTERN=NUMBER"."""
-    return {name: int(number) for name, _, number in (x.rpartition("=") for x in entries)}

@@ -223,6 +223,15 @@ def collect_adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredA
     named: dict[str, Tensor] = get_peft_model_state_dict(
         model, state_dict=state_dict, adapter_name=adapter, save_embedding_layers=False
     )
+    layers: list[Any] = [layer for layer in model.modules() if is_tuner_layer(layer)]
+    owners = [getattr(layer, kind) for layer in layers for kind in layer.adapter_layer_names]
+    parts = [owner[adapter] for owner in owners if adapter in owner]
+    params = {x for x in parts for x in ([x] if isinstance(x, Tensor) else x.parameters())}
+    if not params <= {*named.values()}:
+        raise ValueError(
+            f"adapter ({adapter!r}) must have tensors that peft finds by its name, so no adapter "
+            f"({', '.join(configs)}) may have the name of a module or layer: rename it"
+        )
     entries = {
         name: StoredAdapter(tensor, TensorPiece(name, (), tuple(tensor.shape)))
         for name, tensor in ((clean_name(n), t) for n, t in named.items())

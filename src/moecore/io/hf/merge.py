@@ -7,6 +7,7 @@ s * B A to its dequantised values.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -85,8 +86,14 @@ def merge_adapters(model: nn.Module) -> None:
 
 def find_merges(model: nn.Module) -> list[Merge]:
     """Return a `Merge` per weight with active adapters; NotImplementedError if one cannot merge."""
-    for unmerged_layer in find_unmerged_layers(model).values():
+    owners = Counter[Tensor](p for _, p in model.named_parameters(remove_duplicate=False))
+    for name, unmerged_layer in find_unmerged_layers(model).items():
         _refuse_unmergeable_layer(unmerged_layer)
+        if not isinstance(unmerged_layer, LowRank) and owners[_get_base_weight(unmerged_layer)] > 1:
+            raise NotImplementedError(
+                f"{clean_name(name)} must not be merged, because another module has its weight "
+                "(tie_word_embeddings), but not its adapters: save_adapters"
+            )
     items = []
     for module in model.modules():
         if isinstance(module, Experts):
@@ -95,9 +102,7 @@ def find_merges(model: nn.Module) -> list[Merge]:
                 items.append(Merge(getattr(module, name), update, add))
         elif is_tuner_layer(module) and not isinstance(module, LowRank):
             layer: Any = module
-            items.append(
-                Merge(layer.get_base_layer().weight, layer, partial(_merge_into_dense, layer))
-            )
+            items.append(Merge(_get_base_weight(layer), layer, partial(_merge_into_dense, layer)))
     return [
         merge
         for merge in items
@@ -150,6 +155,12 @@ def _refuse_unmergeable_layer(layer: Any) -> None:
         )
 
 
+def _get_base_weight(layer: Any) -> Tensor:
+    """Return the weight that the adapters of peft's `layer` change."""
+    weight: Tensor = layer.get_base_layer().weight
+    return weight
+
+
 def _get_layer_kind(layer: Any) -> str | None:
     """Return "linear" or "embedding" for peft's LoRA layer classes, None for other classes."""
     from peft.tuners.lora import Embedding, Linear
@@ -169,7 +180,7 @@ def _list_applied_adapters(layer: Any) -> list[str]:
 
 def _merge_into_dense(layer: Any, local_weight: Tensor) -> None:
     """Add s * B A of each active LoRA adapter to a shard of the weight of `layer`. Collective."""
-    indices = compute_global_indices(layer.get_base_layer().weight)
+    indices = compute_global_indices(_get_base_weight(layer))
     total = _upcast(local_weight)
     for adapter in _list_applied_adapters(layer):
         if _get_layer_kind(layer) == "linear":
@@ -180,7 +191,7 @@ def _merge_into_dense(layer: Any, local_weight: Tensor) -> None:
         if _get_layer_kind(layer) == "embedding" or layer.fan_in_fan_out:
             delta = delta.T
         if is_dora_linear(layer, adapter):  # the only adapter
-            full = _upcast(unshard_tensor(layer.get_base_layer().weight)) + delta
+            full = _upcast(unshard_tensor(_get_base_weight(layer))) + delta
             vector = _upcast(unshard_tensor(layer.lora_magnitude_vector[adapter].weight))
             full *= (vector / torch.linalg.norm(full, dim=1))[:, None]
             total = select_shard(full, indices)

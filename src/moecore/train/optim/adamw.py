@@ -230,7 +230,7 @@ class AdamW(torch.optim.AdamW):
         dtypes, device = self._get_state_dtypes(param), self.get_state_device(param)
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            shaped = dtypes.keys() - {"step", "exponents"}
+            shaped = [name for name in dtypes if name not in ("step", "exponents")]
             state |= {name: zeros_like(param, dtypes[name], device) for name in shaped}
             if "exponents" in dtypes:
                 blocks = cdiv(get_local_tensor(param).numel(), MOMENT_BLOCK)
