@@ -240,3 +240,14 @@ def test_the_time_of_a_part_in_mxfp8_is_refused() -> None:
     assert find_time_refusal(None, "gb200-186") is None
     assert find_time_refusal(first, "gb200-186") == UNTIMED_LINE.format("blockwise", "gb200-186")
     assert find_time_refusal(Precision.of("nvfp4"), "b200-180") is None
+
+
+@pytest.mark.parametrize("option", ["png", "timeline", "html", "write"])
+def test_a_missing_directory_of_an_output_is_one_line(option: str, tmp_path, capsys) -> None:
+    path = tmp_path / "none" / "file"
+    assert (
+        main(["plan", "--preset", "tiny", "--gpus", "1", *DEGREES, f"--{option}", str(path)]) == 1
+    )
+    assert (
+        f"--{option} ({path}) must be in an existing directory: create" in capsys.readouterr().err
+    )

@@ -53,6 +53,7 @@ MEASURED: dict[tuple[str, str, int], tuple[Layout, int, str]] = {
 def run_plan(args: PlanConfig) -> int:
     """Run `moecore plan`; return 0, or 1 if neither the run nor any layout fits the memory."""
     check_no_unused_options(args)
+    _check_output_directories(args)
     if args.explain is not None:
         return _explain_layout(args)
     if not args.parallel:  # no degree
@@ -245,6 +246,16 @@ def _load_table(args: Any) -> CostTable:
     hides = getattr(args, "pairs_hide", None)
     costs = table(select_gpu(args))
     return costs if hides is None else replace(costs, pairs_hide=hides)
+
+
+def _check_output_directories(args: Any) -> None:
+    """Raise ValueError, before planning, if the directory of an output file is missing."""
+    for name in ("png", "timeline", "html", "write"):
+        path = getattr(args, name)
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(
+                f"--{name} ({path}) must be in an existing directory: create {path.parent}"
+            )
 
 
 def _write_plan_files(args: Any, memory_plan: MemoryPlan, time_plan: TimePlan | str) -> None:
