@@ -123,6 +123,31 @@ def test_what_it_does_not_compute_is_refused() -> None:
         loss_of(make(causal=True), cu_seq_lens_q=torch.tensor([0, 31]))
 
 
+@pytest.mark.parametrize("family", ["qwen4_exp", "mistral_large4"])
+def test_attention_that_computes_with_masks_is_refused(family: str) -> None:
+    with pytest.raises(ValueError, match="which computes with masks, for use_causal_attention"):
+        use_causal_attention(tiny_model(family))
+
+
+BLOCKS = dict(layer_types=["minimax_m3_sparse"] * 2, index_block_size=4, index_topk_blocks=1)
+
+
+@pytest.mark.parametrize(
+    ("family", "argument", "options"),
+    [
+        ("inkling", "position_bias", {}),
+        ("minimax_m3_vl", "block_indices", BLOCKS),  # dense without a mask
+    ],
+)
+def test_what_attention_would_ignore_is_refused(
+    family: str, argument: str, options: dict[str, Any]
+) -> None:
+    model = tiny_model(family, **options)
+    use_causal_attention(model)
+    with pytest.raises(ValueError, match=rf"{argument} \(\(2, .*\) must be None for use"):
+        model(input_ids=TOKENS % 61, use_cache=False)
+
+
 EXPERTS = dict(num_local_experts=4, intermediate_size=16)
 LATENT = dict(
     q_lora_rank=8,
@@ -143,6 +168,12 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral, window": ("MixtralConfig", HEADS | EXPERTS | dict(sliding_window=4)),
     "gpt-oss, window and sinks": ("GptOssConfig", HEADS | EXPERTS | dict(sliding_window=4)),
     "deepseek-v3": ("DeepseekV3Config", LATENT),
+    "phimoe, window of masks": ("PhimoeConfig", HEADS | EXPERTS | dict(sliding_window=4)),
+    "qwen2-moe, window of masks": (
+        "Qwen2MoeConfig",
+        dict(num_attention_heads=2, num_key_value_heads=1, num_experts=4, moe_intermediate_size=16)
+        | dict(sliding_window=4, use_sliding_window=True),
+    ),
 }
 
 

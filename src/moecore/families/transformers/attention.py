@@ -32,10 +32,19 @@ from moecore.families.transformers.compressed_attention import use_compressed_at
 from moecore.families.transformers.linear_attention import SEQUENCE, accept_sequence_argument
 from moecore.families.transformers.rows import READER, RowReader
 from moecore.families.transformers.sparse_attention import refuse_cached_keys, use_sparse_attention
-from moecore.families.transformers.stock import get_text_decoder
+from moecore.families.transformers.stock import (
+    find_modules,
+    find_names_in_forward,
+    get_text_decoder,
+)
 
 CAUSAL = "moecore_causal"  # transformers makes masks for the names that it knows
 UNSUPPORTED_ARGUMENTS = ("position_bias", "dropout")  # what `attend` does not compute
+# What no path computes: caps, keys that an indexer selects, sinks under another name than s_aux.
+REFUSED_ARGUMENTS = ("softcap", "block_indices", "indices", "sinks")
+# Classes whose forward computes with its mask, which `use_causal_attention` leaves out.
+MASK_READERS = ("MistralLarge4TextAttention", "Qwen4ExpTextQSAIndexer")
+WINDOW, WINDOW_MASK = "_moecore_window", "create_sliding_window_causal_mask"
 
 
 def use_causal_attention(model: nn.Module) -> None:
@@ -56,12 +65,12 @@ def use_causal_attention(model: nn.Module) -> None:
         model: a causal language model of transformers, before or after `parallelize_moe`.
 
     Raises:
-        ValueError: if a model that is not Llama 4 has attention in chunks. A later forward raises a
-            ValueError for each of these:
+        ValueError: if a model that is not Llama 4 has attention in chunks, or if its attention
+            computes with masks. A later forward raises a ValueError for each of these:
             - a mask, or keys of an earlier forward
             - positions without documents, or documents that do not fit the tokens
             - documents, if the model also mixes tokens outside of its attention
-            - attention with a soft cap
+            - attention with a soft cap, or of blocks of keys that an indexer selects
             - a position bias or dropout together with documents, a window or sinks
     """
     check_arguments(use_causal_attention, locals())
@@ -74,14 +83,32 @@ def use_causal_attention(model: nn.Module) -> None:
             f"layer_types ({CHUNKED!r}) must not be in the config of {type(hf).__name__} for "
             "use_causal_attention, which has chunks only for Llama 4: leave the model's own"
         )
+    if readers := find_modules(hf, *MASK_READERS):
+        raise ValueError(
+            f"model ({type(hf).__name__}) must have no {type(readers[0]).__name__}, which computes "
+            "with masks, for use_causal_attention: leave the model's own attention"
+        )
     AttentionInterface.register(CAUSAL, _attend_causally)
     get_text_decoder(hf).set_attn_implementation(CAUSAL)
+    _store_windows_of_masks(get_text_decoder(hf))
     accept_sequence_argument(hf)
     use_chunked_attention(hf)
     use_sparse_attention(hf)
     use_compressed_attention(hf)
     if not hasattr(hf, READER):
         setattr(hf, READER, RowReader(hf))
+
+
+def _store_windows_of_masks(decoder: Any) -> None:
+    """Store each layer's window, which some classes (Phi-3.5-MoE, Qwen2-MoE) have only in masks."""
+    if WINDOW_MASK not in find_names_in_forward(decoder):
+        return
+    config = decoder.config
+    kinds = getattr(config, "layer_types", None)
+    for layer in decoder.modules():
+        index = getattr(layer, "layer_idx", None)
+        if index is not None and (kinds is None or kinds[index] == "sliding_attention"):
+            setattr(layer, WINDOW, config.sliding_window)
 
 
 def _attend_causally(
@@ -99,22 +126,24 @@ def _attend_causally(
     sequence: Sequence = kwargs.get(SEQUENCE) or Sequence()
     query = scale_queries(module, sequence, query)
     sequence = split_into_chunks(module, sequence, query)
-    window, sinks_H = kwargs.get("sliding_window"), kwargs.get("s_aux")
+    window: int | None = kwargs.get("sliding_window", getattr(module, WINDOW, None))
+    sinks_H = kwargs.get("s_aux")
     local_tokens = sequence.local_tokens
     num_tokens = query.shape[2] * (1 if local_tokens is None else local_tokens.cp.size)
     if window is not None and window >= (sequence.max_seqlen or num_tokens):
         window = None
-    if kwargs.get("softcap") is not None:
-        raise _make_unsupported_error("softcap", kwargs["softcap"])
+    for name in REFUSED_ARGUMENTS:
+        if kwargs.get(name) is not None:
+            raise _make_unsupported_error(name, kwargs[name])
     if local_tokens is None and sequence.cu_seqlens is None and window is None and sinks_H is None:
         result: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, **kwargs
         )
         return result
     if attention_mask is not None:
-        raise _make_unsupported_error("attention_mask", tuple(attention_mask.shape))
+        raise _make_unsupported_error("attention_mask", attention_mask)
     for name in UNSUPPORTED_ARGUMENTS:
-        if kwargs.get(name) not in (None, 0.0):
+        if isinstance(kwargs.get(name), Tensor) or kwargs.get(name) not in (None, 0.0):
             raise _make_unsupported_error(name, kwargs[name])
     scaling = kwargs.get("scaling")
     o_BTHv = attend(
@@ -130,7 +159,8 @@ def _attend_causally(
 
 
 def _make_unsupported_error(option: str, value: Any) -> ValueError:
+    value = tuple(value.shape) if isinstance(value, Tensor) else value
     return ValueError(
-        f"{option} ({value}) must be None for use_causal_attention, which does not compute it with "
-        "documents, windows or sinks: leave the model's own attention"
+        f"{option} ({value}) must be None for use_causal_attention, which does not compute it: "
+        "leave the model's own attention"
     )

@@ -74,6 +74,8 @@ def plan_attention(name: str, module: Any, tp: int) -> ModulePlan | str:
         return _plan_qkv_by_head(name, module, tp)
     if type(module).__name__ in STACKED:
         return _plan_stacked_qkv(name, module, tp)
+    if hasattr(getattr(module, "indexer", None), "build_block_mask"):  # MiniMax-M3
+        return "indexer selects keys for each group of heads"
     linears = get_linears(module)
     value_dim = getattr(module, "v_head_dim", None) or getattr(module, "head_dim", None)
     key_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
