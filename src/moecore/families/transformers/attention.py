@@ -103,12 +103,16 @@ def _store_windows_of_masks(decoder: Any) -> None:
     """Store each layer's window, which some classes (Phi-3.5-MoE, Qwen2-MoE) have only in masks."""
     if WINDOW_MASK not in find_names_in_forward(decoder):
         return
-    config = decoder.config
+    config, blocks = decoder.config, decoder.layers
     kinds = getattr(config, "layer_types", None)
-    for layer in decoder.modules():
-        index = getattr(layer, "layer_idx", None)
-        if index is not None and (kinds is None or kinds[index] == "sliding_attention"):
-            setattr(layer, WINDOW, config.sliding_window)
+    for place, block in enumerate(blocks):
+        for layer in block.modules():
+            if not hasattr(layer, "layer_idx"):
+                continue
+            # Plans keep some layers with their numbers, and a stage of a pipeline its own.
+            number = layer.layer_idx if kinds and len(kinds) != len(blocks) else place
+            if not kinds or kinds[number] == "sliding_attention":
+                setattr(layer, WINDOW, config.sliding_window)
 
 
 def _attend_causally(
