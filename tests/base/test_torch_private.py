@@ -88,6 +88,7 @@ FOREIGN = {
     "_fields": "of a NamedTuple",
     "_apply_gate": "transformers",
     "_attn_implementation": "transformers",
+    "_current_frames": "documented, of sys",
     "_debug_force_load_balance": "torchtitan",
     "_experts_implementation": "transformers",
     "_flash_attn_bwd": "flash-attn-4",

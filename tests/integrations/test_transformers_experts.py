@@ -24,7 +24,13 @@ from moecore.families.family import swap_blocks
 from moecore.integrations.transformers import register_experts
 from moecore.integrations.transformers.experts import NAME, PLAN, experts_forward
 from tests.families.transformers import hf_models as hm
-from tests.families.transformers.family_models import batch, family_names, loss_of, tiny_model
+from tests.families.transformers.family_models import (
+    BOUNDS,
+    batch,
+    family_names,
+    loss_of,
+    tiny_model,
+)
 
 # Their classes of experts do not read `experts_implementation`, neither "grouped_mm".
 WITHOUT_INTERFACE = {
@@ -76,7 +82,8 @@ def step_of_family(family, implementation, dtype=torch.float32):
     ],
 )
 def test_a_family_equals_eager(family: str) -> None:
-    hm.assert_equal_numbers(step_of_family(family, NAME), step_of_family(family, "eager"))
+    error, name = hm.worst(step_of_family(family, NAME), step_of_family(family, "eager"))
+    assert error <= BOUNDS.get(family, 1e-5), f"{name}: {error}"
 
 
 @pytest.mark.parametrize("family", SENSITIVE)

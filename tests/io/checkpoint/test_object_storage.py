@@ -121,10 +121,10 @@ def test_wrong_urls_are_refused(url: Any, problem: str) -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(ValueError, match=r"gcsfs.*: pip install moecore\[storage\]"):
+    with pytest.raises(ValueError, match=r"gcsfs.*: pip install .\.\[storage\]."):
         latest("gs://bucket/run")
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(ValueError, match=r"fsspec.*: pip install moecore\[storage\]"):
+    with pytest.raises(ValueError, match=r"fsspec.*: pip install .\.\[storage\]."):
         save("memory://bucket/run", 1, *build(1.0))
 
 
