@@ -169,6 +169,7 @@ BY_DAY: dict[str, Cases] = {
     "planning/test_gpus.py": {
         "test_a_time_that_is_not_modelled_is_no_number": "gb200-186-mxfp8; rtx5090-32-tensorwise",
     },
+    "planning/test_host_memory.py": {"test_a_row_is_the_plan_of_the_command": "mxfp4"},
     "planning/test_memory.py": {
         "test_ranks_hold_what_is_planned": "sharded; replicas; stages; sparse attention",
         "test_many_micro_batches_hold_what_a_few_do": (
@@ -248,6 +249,7 @@ BY_DAY: dict[str, Cases] = {
         ),
     },
     "kernels/rows/test_cast.py": {"test_whole_rows": "e4m3"},
+    "recipes/test_elastic.py": {"test_a_host_leaves_and_returns": "2"},
 }
 
 
