@@ -2,7 +2,7 @@ r"""Fine-tune a Hugging Face Mixture-of-Experts model: one command to a director
 
     moecore tiny-model runs/tiny                        a tiny model and chats, to try it
     moecore finetune --model runs/tiny --data runs/tiny/chats.jsonl --lr 3e-3 \
-        --epochs 25 --seq-len 256 --batch-size 1 --eval-share 0
+        --epochs 25 --seq-len 256 --batch-size 1 --eval-share 0 --aux-loss 0.01
     torchrun --nproc-per-node 8 -m moecore finetune --model hf/Qwen3-30B-A3B --ep 8 \
         --data chats.jsonl --run-dir runs/mine --recompute
 
