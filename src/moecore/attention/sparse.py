@@ -53,11 +53,11 @@ def attend_sparse(
     if dtype is not None:  # as products do
         heads = LatentHeads(*(x.to(dtype) for x in heads))
     B, T = heads.q_tHd.shape[:2]
-    keys_Nl = _gather_keys(heads.keys_Nl, sequence)
+    keys_Nl = gather_keys(heads.keys_Nl, sequence)
     flat = heads._replace(q_tHd=heads.q_tHd.flatten(0, 1), keys_Nl=keys_Nl)
     if indexer is not None:
         q, k, w = indexer
-        indexer = IndexerHeads(q.flatten(0, 1), _gather_keys(k, sequence), w.flatten(0, 1))
+        indexer = IndexerHeads(q.flatten(0, 1), gather_keys(k, sequence), w.flatten(0, 1))
     # The range of keys, in full rows, that each local query sees in its document.
     stride = 1 if sequence.local_tokens is None else sequence.local_tokens.cp.size
     full_T, device = T * stride, heads.q_tHd.device
@@ -82,7 +82,7 @@ def attend_sparse(
     return SparseOutput(*(None if x is None else x.unflatten(0, (B, T)) for x in out))  # type: ignore[arg-type]
 
 
-def _gather_keys(x_BTX: Tensor, sequence: Sequence) -> Tensor:
+def gather_keys(x_BTX: Tensor, sequence: Sequence) -> Tensor:
     """Return x of all tokens of the full rows, [N, ...], all-gathered over the cp ranks."""
     local_tokens = sequence.local_tokens
     return (x_BTX if local_tokens is None else local_tokens.gather(x_BTX)).flatten(0, 1)

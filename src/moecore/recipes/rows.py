@@ -242,8 +242,8 @@ class ToolArguments(dict[str, Any]):
 def format_arguments(tokenizer: Any, messages: list[Any], tools: Any) -> list[Any]:
     """Return messages with the arguments of tool calls as the template of `tokenizer` reads them.
 
-    Most templates read an object. The template of DeepSeek-V3 reads JSON text: of an object it
-    raises a TypeError, and other such templates print Python's text of the object.
+    Most templates read an object. Some read JSON text: DeepSeek-V3's template raises a TypeError
+    for an object, and other templates print Python's text of the object.
     """
     objects: list[ToolArguments] = []
     with_texts = _replace_arguments(messages, objects)

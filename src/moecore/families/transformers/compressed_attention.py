@@ -2,7 +2,7 @@
 
     layer type                    compressed keys           read by a query
     compressed_sparse_attention   one per 4 tokens          `index_topk`, selected by an indexer
-    heavily_compressed_attention  one per 128 tokens        all of earlier windows of its document
+    heavily_compressed_attention  one per 128 tokens        all windows before it in its document
 
 A window is `compress_rate` consecutive tokens of a document, counted from its first token. Each
 complete window has one compressed key, which later queries of the document read. Each query also
@@ -32,14 +32,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moecore.attention.sequence import Sequence
-from moecore.attention.sparse import KeyChoice, attend_sparse
+from moecore.attention.sparse import KeyChoice, attend_sparse, gather_keys
 from moecore.families.transformers.linear_attention import SEQUENCE
 from moecore.families.transformers.sparse_attention import refuse_cached_keys
 from moecore.families.transformers.stock import find_modules
 from moecore.kernels.sparse_attention import IndexerHeads, LatentHeads, select_in_spans
 
 CLASS = "DeepseekV4Attention"
-COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")  # `layer_types`
 ROTARY = "apply_rotary_pos_emb"
 KEY_PADDING = 64  # zeros at the end of keys: the GPU kernels' least number of rotary dims
 
@@ -56,7 +55,7 @@ def use_compressed_attention(model: nn.Module) -> None:
 
 
 class _Windows(NamedTuple):
-    """The complete windows of all documents of the full rows, and those before each local query."""
+    """The complete windows of all documents, and how many precede each query of this rank."""
 
     tokens_Em: Tensor  # int64, indices into N tokens; unused entries repeat the last token
     positions_E: Tensor  # int64, position of the window's first token in its document
@@ -74,7 +73,7 @@ def _find_windows(sequence: Sequence, shape: torch.Size, size: int, device: Any)
         positions_BT = torch.arange(T, device=device).expand(B, T)
     positions_N = positions_BT.flatten()
     tokens_N = torch.arange(B * T, device=device)
-    # The token `size - 1` later is in the same document if its position is as much larger.
+    # The token `size - 1` later is in the same document if its position is larger by `size - 1`.
     is_complete_N = positions_N.roll(1 - size) == positions_N + (size - 1)
     begins_N = (positions_N % size == 0) & is_complete_N
     starts = tokens_N.masked_fill(~begins_N, B * T).sort().values
@@ -127,7 +126,7 @@ def _run_compressed_attention(
         selected_tK = _select_windows(
             compressor.indexer, (x_BTD, q_a_BTA), position_ids, windows, sequence, rotate
         )
-    tokens_Nd = _gather(kv_BTd, sequence)
+    tokens_Nd = gather_keys(kv_BTd, sequence)
     keys_Nd = torch.cat((tokens_Nd, compressed_Ed.to(kv_BTd.dtype)))
     longest = sequence.max_seqlen or len(tokens_Nd) // x_BTD.shape[0]
     keys_tK = _list_keys(layer, selected_tK, windows, len(tokens_Nd), longest)
@@ -167,7 +166,7 @@ def _compress(
     document's previous window and the last d dims of its own.
     """
     kv_Emc, gate_Emc = (
-        _gather(project(x_BTD), sequence)[windows.tokens_Em]
+        gather_keys(project(x_BTD), sequence)[windows.tokens_Em]
         for project in (compressor.kv_proj, compressor.gate_proj)
     )
     gate_Emc = gate_Emc + compressor.position_bias
@@ -195,8 +194,8 @@ def _list_keys(
 ) -> Tensor:
     """Return int32 keys per query: its latest tokens, then windows, ascending, then -1.
 
-    Windows are those of `selected_tK`, or all earlier ones of the document; their keys are behind
-    those of `num_tokens` tokens. `longest`: tokens of the longest document.
+    The windows are `selected_tK`, or all earlier windows of the document. Window e has key
+    `num_tokens` + e. `longest` is the number of tokens of the longest document.
     """
     K = max(1, longest // layer.compressor.compress_rate)
     if selected_tK is not None:
@@ -239,12 +238,6 @@ def _select_windows(
         return select_in_spans(
             heads, windows.first_t, last_t, min(indexer.index_topk, len(windows.tokens_Em))
         )
-
-
-def _gather(x_BTX: Tensor, sequence: Sequence) -> Tensor:
-    """Return x of all tokens of the full rows, [N, ...], all-gathered over cp ranks."""
-    local_tokens = sequence.local_tokens
-    return (x_BTX if local_tokens is None else local_tokens.gather(x_BTX)).flatten(0, 1)
 
 
 def _get_num_ranks(sequence: Sequence) -> int:
