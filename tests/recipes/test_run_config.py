@@ -4,6 +4,7 @@ import tomllib
 import pytest
 
 from moecore.io import set_latest
+from moecore.io.checkpoint.manifest import read_manifest
 from moecore.recipes.resume import list_option_changes
 from tests.recipes.launched import metrics
 
@@ -77,10 +78,13 @@ def test_a_training_continues_by_its_own_file(train, tmp_path, capsys) -> None:
     assert file.read_text() == saved
     assert "model.num_layers: 2 -> 3" in start(f"{file} --num-layers 3", code=2)[0]
     assert errors[-1].endswith("build them as when it was saved, or use another --run-dir\n")
-    assert start(f"{file} --lr 0.5 --expert-loads-every 5") == [
+    assert start(f"{file} --lr 0.5 --weight-decay 0.5 --expert-loads-every 5") == [
         "expert_loads_every: 10 -> 5 (does not change the numbers)",
         "optimizer.lr: 0.003 -> 0.5 (changes the numbers)",
+        "optimizer.weight_decay: 0.1 -> 0.5 (changes the numbers)",
     ]
+    groups = read_manifest(steps / "step-000002").facts.optimizer or []
+    assert {group["weight_decay"] for group in groups if group["params"]} == {0.0, 0.5}
     assert tomllib.loads(file.read_text())["optimizer"]["lr"] == 0.5
     assert metrics(run_dir)[1]["lr"] != straight[1]["lr"]
     file.write_text("seed = ")
