@@ -56,6 +56,7 @@ def test_a_training_continues_by_its_own_file(train, tmp_path, capsys) -> None:
     run_dir = tmp_path / "run"
     file, steps = run_dir / "config.toml", run_dir / "checkpoints"
     words = "--num-layers 2 --batch-size 1 --seq-len 64 --steps 2 --sample-every 0 --tokens random"
+    words += " --param-groups *,lr_factor=0.5"
 
     errors: list[str] = []
 
@@ -72,6 +73,7 @@ def test_a_training_continues_by_its_own_file(train, tmp_path, capsys) -> None:
 
     assert start(f"{words} --checkpoint-every 1 --run-dir {run_dir}") == []
     straight, saved = metrics(run_dir), file.read_text()
+    assert straight[0]["lr"] == 0.003  # of the schedule, without factors
     assert start(str(file)) == [] and metrics(run_dir) == straight
     assert file.read_text() == saved and "[optimizer]\n" in saved
     assert start(f"{file} --seed 7", code=2) == ["seed: 0 -> 7 (changes the numbers)"]
