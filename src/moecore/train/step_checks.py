@@ -95,13 +95,13 @@ def _compare_copies(model: nn.Module, optimizers: Sequence[Optimizer], meshes: M
             on_host = param in getattr(optimizer, "host_params", ())
             options[names[param]] = values | {"HostAdamW's selection": repr(on_host)}
     peers, problem = meshes.dense.get_group("pp"), None
-    first: dict[str, dict[str, str]] = {}
+    references: dict[str, dict[str, str]] = {}
     for options_of_stage in gather_objects(options, peers):
         for name, values in options_of_stage.items():
-            expected = first.setdefault(name, values)
-            for key in (key for key in values if values[key] != expected.get(key)):
+            reference = references.setdefault(name, values)
+            for key in (key for key in values if values[key] != reference.get(key)):
                 problem = (
-                    f"{key} of {name} ({values[key]}) must be {expected.get(key)} as on another "
+                    f"{key} of {name} ({values[key]}) must be {reference.get(key)} as on another "
                     "pipeline stage, or copies of the parameter would differ: set them alike, or "
                     "host_fraction=1.0"
                 )
