@@ -89,7 +89,8 @@ def _compare_copies(model: nn.Module, optimizers: Sequence[Optimizer], meshes: M
     names = {param: clean_name(name) for name, param in owner.named_parameters()}
     options: dict[str, dict[str, str]] = {}
     for optimizer, group in ((o, group) for o in optimizers for group in o.param_groups):
-        for param in (p for p in group["params"] if names.get(p) in stages.holders):
+        trained = (param for param in group["params"] if param.requires_grad)
+        for param in (p for p in trained if names.get(p) in stages.holders):
             values = {key: repr(value) for key, value in group.items() if key != "params"}
             # Host and device round differently.
             on_host = param in getattr(optimizer, "host_params", ())
@@ -102,7 +103,7 @@ def _compare_copies(model: nn.Module, optimizers: Sequence[Optimizer], meshes: M
             for key in (key for key in values if values[key] != reference.get(key)):
                 problem = (
                     f"{key} of {name} ({values[key]}) must be {reference.get(key)} as on another "
-                    "pipeline stage, or copies of the parameter would differ: set them alike, or "
+                    "pipeline stage, or copies of the parameter would differ: use one value, or "
                     "host_fraction=1.0"
                 )
     raise_problem_on_all_ranks(problem, meshes.device_type, group=peers)
