@@ -124,7 +124,7 @@ def test_a_model_without_experts_is_logged_and_drawn(train: ModuleType, tmp_path
     done = SimpleNamespace(to_dict=dict, metrics=SimpleNamespace(tokens_per_expert={}))
     launched = LaunchedStep(
         step=1, began=now, fetched=now, ended=now, loss=cpu, result=done, counts=cpu, ep=1,
-        logs_loads=True, reader=None, extra={"tokens_per_second": 2.0},
+        num_experts={}, logs_loads=True, reader=None, extra={"tokens_per_second": 2.0},
     )  # fmt: skip
     args = TrainConfig(run_dir=tmp_path, steps=2)
     with report.RunReport(args, start=0) as shown:
@@ -135,7 +135,12 @@ def test_a_model_without_experts_is_logged_and_drawn(train: ModuleType, tmp_path
 
 
 def test_load_of_ranks_and_of_experts(train: ModuleType) -> None:
-    from moecore.recipes.metrics import compute_rank_imbalance, take_expert_loads
+    from moecore.recipes.metrics import (
+        LaunchedStep,
+        Moment,
+        compute_rank_imbalance,
+        take_expert_loads,
+    )
 
     assert compute_rank_imbalance([2.0, 1.0, 0.5, 0.5], 2) == 1.5
     assert compute_rank_imbalance([0.0, 0.0], 2) == 0
@@ -144,6 +149,15 @@ def test_load_of_ranks_and_of_experts(train: ModuleType) -> None:
     numel = dict.fromkeys("ab", torch.zeros(12))
     assert take_expert_loads(found := metrics | loads, numel) == {"a": list(range(12))}
     assert found == metrics
+    values = {"expert_load/a": 9.0, **{f"expert_load/a/{e}": x for e, x in enumerate([2, 1, 1, 9])}}
+    now, cpu = Moment(torch.device("cpu")), torch.tensor(1.5)
+    numbers = SimpleNamespace(tokens_per_expert={"a": torch.zeros(4)})
+    launched = LaunchedStep(
+        step=1, began=now, fetched=now, ended=now, loss=cpu, counts=cpu, ep=2, logs_loads=True,
+        result=SimpleNamespace(to_dict=lambda: values, metrics=numbers), reader=None,
+        num_experts={"a": 2},  # the last two loads are of zero experts
+    )  # fmt: skip
+    assert launched.read_metrics()[0]["rank_load_max_over_mean"] == pytest.approx(4 / 3)
 
 
 @pytest.mark.parametrize("every", [1, 2, 0])

@@ -4,6 +4,7 @@ import tomllib
 import pytest
 
 from moecore.io import set_latest
+from moecore.io.checkpoint.manifest import read_manifest
 from moecore.recipes.resume import list_option_changes
 from tests.recipes.launched import metrics
 
@@ -55,6 +56,7 @@ def test_a_training_continues_by_its_own_file(train, tmp_path, capsys) -> None:
     run_dir = tmp_path / "run"
     file, steps = run_dir / "config.toml", run_dir / "checkpoints"
     words = "--num-layers 2 --batch-size 1 --seq-len 64 --steps 2 --sample-every 0 --tokens random"
+    words += " --param-groups *,lr_factor=0.5"
 
     errors: list[str] = []
 
@@ -71,16 +73,20 @@ def test_a_training_continues_by_its_own_file(train, tmp_path, capsys) -> None:
 
     assert start(f"{words} --checkpoint-every 1 --run-dir {run_dir}") == []
     straight, saved = metrics(run_dir), file.read_text()
+    assert straight[0]["lr"] == 0.003  # of the schedule, without factors
     assert start(str(file)) == [] and metrics(run_dir) == straight
     assert file.read_text() == saved and "[optimizer]\n" in saved
     assert start(f"{file} --seed 7", code=2) == ["seed: 0 -> 7 (changes the numbers)"]
     assert file.read_text() == saved
     assert "model.num_layers: 2 -> 3" in start(f"{file} --num-layers 3", code=2)[0]
     assert errors[-1].endswith("build them as when it was saved, or use another --run-dir\n")
-    assert start(f"{file} --lr 0.5 --expert-loads-every 5") == [
+    assert start(f"{file} --lr 0.5 --weight-decay 0.5 --expert-loads-every 5") == [
         "expert_loads_every: 10 -> 5 (does not change the numbers)",
         "optimizer.lr: 0.003 -> 0.5 (changes the numbers)",
+        "optimizer.weight_decay: 0.1 -> 0.5 (changes the numbers)",
     ]
+    groups = read_manifest(steps / "step-000002").facts.optimizer or []
+    assert {group["weight_decay"] for group in groups if group["params"]} == {0.0, 0.5}
     assert tomllib.loads(file.read_text())["optimizer"]["lr"] == 0.5
     assert metrics(run_dir)[1]["lr"] != straight[1]["lr"]
     file.write_text("seed = ")

@@ -83,7 +83,7 @@ class AdamWTensors:
     exp_avgs: Sequence[Tensor]
     exp_avg_sqs: Sequence[Tensor]  # second moments, likewise
     steps: Sequence[Tensor]  # fp32 scalars: how many updates there have been, this one included
-    rounding_seeds: Sequence[int]  # of stochastic rounding; a tensor has the same in every step
+    rounding_seeds: Sequence[int]  # of stochastic rounding, equal in all steps and for replicas
     # uint8 [blocks, 2] of FP8 moments, changed in place; empty = moments are not FP8
     exponents: Sequence[Tensor] = ()
     # int16 of the same shapes, changed in place: bf16 weights and remainders are the fp32 weights

@@ -29,6 +29,7 @@ from moecore.base.streams import copy_to_device
 from moecore.io import Saver
 from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.parallel.mesh import start_process_group
+from moecore.parallel.model.parallel_state import get_moe_state
 from moecore.recipes.errors import (
     ARGUMENT_ERRORS,
     RUN_ERRORS,
@@ -326,7 +327,7 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
         sdc_metrics = job.check_replays(step, num_labels, batch)
         loss = job.forward_backward(num_labels, batch)
     with measure(OPTIMIZER):  # moves the expert biases, too; a nan skips it everywhere
-        result = job.owner.finish()
+        result = replace(job.owner.finish(), lr=lr)  # without the factors of the first group
     orders = job.moves.orders  # of this step
     lines = job.moves.end_step(step, job, result.metrics.tokens_per_expert)
     dist.all_reduce(loss)
@@ -342,6 +343,7 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
         result=result,
         counts=counts,
         ep=job.meshes.parallel.ep,
+        num_experts={n: x.config.num_experts for n, x in get_moe_state(job.model).layers.items()},
         orders=orders,
         lines=lines,
         logs_loads=logs_loads,

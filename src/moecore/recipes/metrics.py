@@ -64,6 +64,7 @@ class LaunchedStep:
     result: StepResult
     counts: Tensor  # int64 [5], sums of `count_labels_and_tokens` and of ranks that stop
     ep: int
+    num_experts: Mapping[str, int]  # by MoE layer; loads after these are of zero experts
     logs_loads: bool  # whether the load of each expert is logged
     reader: torch.cuda.Stream | None  # on which the host reads, see `TrainingJob`
     timer: Any = None  # of the step's phases on this rank; None = the step is not measured
@@ -82,7 +83,9 @@ class LaunchedStep:
         loads = take_expert_loads(values, self.result.metrics.tokens_per_expert)
         if loads:  # else a dense model, or a pipeline stage without MoE layers
             values["rank_load_max_over_mean"] = fmean(
-                compute_rank_imbalance(loads_E, self.ep, self.orders.get(name))
+                compute_rank_imbalance(
+                    loads_E[: self.num_experts[name]], self.ep, self.orders.get(name)
+                )
                 for name, loads_E in loads.items()
             )
         return values | extra, loads

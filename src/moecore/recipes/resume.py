@@ -129,7 +129,8 @@ def resume(
 
     Raises ValueError unless the checkpoint's facts equal `facts` and the data is the same.
     `chosen_by` names, for errors, the options that determine the data. If the checkpoint ends the
-    stage before `stage`, the data and the rotary embedding may differ.
+    stage before `stage`, the data and the rotary embedding may differ. The hyperparameters of
+    `optimizers` do not change.
     """
     newest = find_newest_checkpoint(args)
     if newest is None:
@@ -145,6 +146,8 @@ def resume(
             )
     saved_stage = saved_facts.extra.get("stage")
     begins_stage = stage.is_previous_stage(saved_facts.step, saved_stage)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     rotary: AbstractContextManager[None] = nullcontext()
     if begins_stage and saved_facts.config is not None and isinstance(model, Decoder):
         rotary = patch_attributes(model, config=replace_rotary(model.config, saved_facts.config))
@@ -157,6 +160,8 @@ def resume(
         except ValueError as error:
             text = str(error).removesuffix(STRICT_HINT)  # no flag sets strict
             raise ValueError(f"{text}, or use another --run-dir") from None
+    for group, values in zip(groups, hyperparameters, strict=True):
+        group.update(values)  # of this run, whose options may differ from those of the checkpoint
     owner.load_state_dict(extra)
     moves.load_state_dict(extra)
     try:

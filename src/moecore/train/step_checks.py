@@ -6,9 +6,21 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from moecore.base.rank_checks import check_equal, describe_optimizers, list_training_entries
+from moecore.base.params import clean_name
+from moecore.base.rank_checks import (
+    check_equal,
+    describe_optimizers,
+    gather_objects,
+    list_training_entries,
+    raise_problem_on_all_ranks,
+)
 from moecore.parallel.fsdp.progress import Progress
-from moecore.parallel.model.parallel_state import get_moe_state, list_parallel_states
+from moecore.parallel.mesh import Meshes
+from moecore.parallel.model.parallel_state import (
+    find_staged_module,
+    get_moe_state,
+    list_parallel_states,
+)
 from moecore.parallel.model.parameter_guards import check_not_on_meta, check_optimizer_is_newer
 from moecore.parallel.model.request import Request
 from moecore.train.loss_scale import DynamicLossScale, check_loss_scale
@@ -67,6 +79,34 @@ def compare_ranks(
     check_equal(trained, meshes.device_type, group=meshes.stage_group)
     if meshes.parallel.pp > 1:
         check_equal(describe_optimizers(optimizers), meshes.device_type)
+        _compare_copies(model, optimizers, meshes)
+
+
+def _compare_copies(model: nn.Module, optimizers: Sequence[Optimizer], meshes: Meshes) -> None:
+    """Raise ValueError if copies of a parameter on several stages would be stepped differently."""
+    owner, stages = find_staged_module(model)
+    assert stages is not None, "the model has pipeline stages"
+    names = {param: clean_name(name) for name, param in owner.named_parameters()}
+    options: dict[str, dict[str, str]] = {}
+    for optimizer, group in ((o, group) for o in optimizers for group in o.param_groups):
+        trained = (param for param in group["params"] if param.requires_grad)
+        for param in (p for p in trained if names.get(p) in stages.holders):
+            values = {key: repr(value) for key, value in group.items() if key != "params"}
+            # Host and device round differently.
+            on_host = param in getattr(optimizer, "host_params", ())
+            options[names[param]] = values | {"HostAdamW's selection": repr(on_host)}
+    peers, problem = meshes.dense.get_group("pp"), None
+    references: dict[str, dict[str, str]] = {}
+    for options_of_stage in gather_objects(options, peers):
+        for name, values in options_of_stage.items():
+            reference = references.setdefault(name, values)
+            for key in (key for key in values if values[key] != reference.get(key)):
+                problem = (
+                    f"{key} of {name} ({values[key]}) must be {reference.get(key)} as on another "
+                    "pipeline stage, or copies of the parameter would differ: use one value, or "
+                    "host_fraction=1.0"
+                )
+    raise_problem_on_all_ranks(problem, meshes.device_type, group=peers)
 
 
 def check_num_micro_batches_is_unchanged(progress: Progress, num_micro_batches: int) -> None:

@@ -18,7 +18,7 @@ from moecore import (
 )
 from moecore.base.rank_checks import gather_objects
 from moecore.models import Decoder, preset
-from moecore.train import AdamW, Muon, assign_matrices
+from moecore.train import AdamW, HostAdamW, Muon, assign_matrices
 from tests.families.transformers.hf_models import random_model
 from tests.helpers.errors import error_of
 from tests.helpers.ranks import ranks_fixture
@@ -30,11 +30,13 @@ def of_options(**options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
     return lambda m: torch.optim.AdamW(m.parameters(), **{k: v() for k, v in options.items()})
 
 
-def in_groups(lr: Callable[[], float]) -> Callable[[nn.Module], torch.optim.Optimizer]:
+def in_groups(
+    lr: Callable[[], float], reverse: Callable[[], bool] = lambda: False
+) -> Callable[[nn.Module], torch.optim.Optimizer]:
     """Return a maker of two groups with the names of their parameters; stages have other names."""
 
     def build(model: nn.Module) -> torch.optim.Optimizer:
-        first, *others = model.named_parameters()
+        first, *others = list(model.named_parameters())[:: -1 if reverse() else 1]
         return torch.optim.SGD([{"params": [first]}, {"params": others, "lr": lr()}], lr=0.1)
 
     return build
@@ -50,6 +52,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     ),
     "equal groups": in_groups(lambda: 0.5),
     "Muon": lambda m: Muon(assign_matrices(m)),
+    "table": in_groups(lambda: 0.5, reverse=lambda: dist.get_rank() == 0),
+    # The table is a larger part of the later stage's parameters.
+    "host": lambda m: HostAdamW([p for n, p in m.named_parameters() if "layers.3" not in n]),
 }
 REFUSED = {
     "class": "classes of optimizers",
@@ -57,6 +62,8 @@ REFUSED = {
     "betas": "value of optimizer.param_groups[0].betas ((0.9, 0.9",
     "lr of a group": "value of optimizer.param_groups[1].lr (",
     "moments": "value of optimizer.moment_dtype (torch.",
+    "host": "HostAdamW's selection of model.embed_tokens.weight (True) must be False as on",
+    "table": "lr of model.embed_tokens.weight (0.1) must be 0.5 as on another pipeline stage",
 }
 
 
@@ -73,7 +80,7 @@ def make() -> Decoder:
     config = preset("tiny")
     assert config.moe is not None
     moe = replace(config.moe, balance=BalanceConfig())
-    return Decoder(replace(config, num_layers=4, vocab_size=61, moe=moe))
+    return Decoder(replace(config, num_layers=4, vocab_size=61, tie_embeddings=True, moe=moe))
 
 
 def staged(model: nn.Module, schedule: Any = "1f1b") -> nn.Module:

@@ -260,9 +260,7 @@ def test_a_strided_parameter_has_fp8_moments_too() -> None:
         optimizer.step()
     a, b = (optimizer.state[p]["exp_avg"] for p in (plain, strided))
     assert strided.stride() == (1, 40) and b.stride() == (1, 40)
-    # The noise of another number, on the same grid.
-    torch.testing.assert_close(plain, strided, rtol=0, atol=2e-3)
-    assert (a != b).any()
+    assert torch.equal(plain, strided) and torch.equal(a, b)
     kept = optimizer.get_stored_state(strided)["exp_avg"]
     reload = AdamW([plain, strided], moment_dtype=FP8)
     reload.load_state_dict(optimizer.state_dict())
@@ -270,12 +268,12 @@ def test_a_strided_parameter_has_fp8_moments_too() -> None:
 
 
 def test_noise_is_that_of_the_parameter() -> None:
-    """Whichever others have a gradient, so that replicas on other ranks stay equal."""
+    """Whichever others have a gradient or come first, so that replicas of ranks stay equal."""
     found = []
     for others in (True, False):
         torch.manual_seed(0)
         params = [nn.Parameter(torch.ones(50)), nn.Parameter(torch.ones(50))]
-        optimizer = AdamW(params, moment_dtype=torch.bfloat16)
+        optimizer = AdamW(params if others else params[::-1], moment_dtype=torch.bfloat16)
         for _ in range(5):
             params[0].grad = torch.ones(50) if others else None
             params[1].grad = torch.randn(50)

@@ -192,10 +192,10 @@ class AdamW(torch.optim.AdamW):
                 "AdamW.step must not be captured, because it lists addresses on the host: capture "
                 "forward and backward, and step outside"
             )
-        loss, first = run_closure(closure), 0
+        loss = run_closure(closure)
         all_options = [_read_options(group) for group in self.param_groups]
         for group, options in zip(self.param_groups, all_options, strict=True):
-            for tensors in self._collect_tensors(group, first):
+            for tensors in self._collect_tensors(group):
                 grad_scale, found_inf = get_scale_signals(self, tensors.weights[0].device)
                 steps = list(tensors.steps)
                 if found_inf is None:
@@ -205,13 +205,12 @@ class AdamW(torch.optim.AdamW):
                     # The host would read a single tensor.
                     foreach_add_(steps, [increment] * len(steps))
                 adamw_(tensors, options, grad_scale=grad_scale, found_inf=found_inf)
-            first += len(group["params"])
         return loss
 
-    def _collect_tensors(self, param_group: dict[str, Any], first_idx: int) -> list[AdamWTensors]:
-        """Return the tensors of each launch; `first_idx` is the index of the group's first one."""
+    def _collect_tensors(self, param_group: dict[str, Any]) -> list[AdamWTensors]:
+        """Return the tensors of each launch."""
         rows: dict[Any, list[tuple[Any, ...]]] = {}
-        for number, param in enumerate(param_group["params"], first_idx):
+        for param in param_group["params"]:
             if param.grad is None or (self.host_params and param in self.host_params):
                 continue
             state = self.prepare_state(param)
@@ -221,7 +220,9 @@ class AdamW(torch.optim.AdamW):
             kind: list[Any] = [param.device, row.remainder is None]
             for t in row[:4]:
                 kind += (t.dtype, t.is_contiguous())
-            rows.setdefault(tuple(kind), []).append((row, number))
+            # Not the parameter's index, which differs for the copies of a table on two stages.
+            rounding_seed = param.numel()
+            rows.setdefault(tuple(kind), []).append((row, rounding_seed))
         return [AdamWTensors.from_params(kind_rows) for kind_rows in rows.values()]
 
     def prepare_state(self, param: Tensor) -> dict[str, Tensor]:
