@@ -87,6 +87,12 @@ BY_DAY: dict[str, Cases] = {
             "no prefetch-two forwards"
         ),
     },
+    "moe/test_dispatchers.py": {
+        "*": (
+            "alltoall-ep3-etp2; alltoall-ep3-edp2; allgather-ep3-etp2; nvlink-ep3-etp2; "
+            "nccl_ep-ep3-edp2; domains of 2-ep3-etp2; domains of 3, stores-ep6"
+        ),
+    },
     "moe/test_wire.py": {
         "test_has_the_bits_of_tokens_that_were_rounded": (
             "ep2-edp3-uneven; ep2-edp3-padded capacity; ep3-etp2-dropped; "
@@ -118,6 +124,11 @@ BY_DAY: dict[str, Cases] = {
             "latent, 2; grouped, tied, dense, 2; windows, sinks, biases, 1; linear, gates, 1; "
             "latent, repeated; latent, 2, detached"
         ),
+    },
+    "train/memory/test_param_offload.py": {"*": "ep 2, edp 2; replicated; on meta"},
+    "train/test_rerun.py": {"*": "both; tokens and rows"},
+    "train/test_expert_moves.py": {
+        "test_the_run_is_that_without_moves": "ep=2, edp_shard=2, parts; bf16; Muon",
     },
     "train/graphs/test_graphed_blocks.py": {"*": "plain; FP8; stages; pairs"},
     "train/optim/test_muon_ranks.py": {
@@ -152,6 +163,16 @@ BY_DAY: dict[str, Cases] = {
     "rl/test_engine_ranks.py": {
         "test_numbers_are_those_of_one_process": "dp3-tp2-ep3; pp3-cp2-ep2; hf-dp2-cp3-ep2",
     },
+    "attention/test_context_parallel.py": {
+        "test_equals_one_process": (
+            "allgather, window; allgather, sinks; a2a, window, sinks; p2p, sinks; p2p, window; "
+            "a2a+p2p, window, sinks"
+        ),
+    },
+    "rl/test_dynamic_context.py": {
+        "test_numbers_are_those_of_one_cp": "dp4-ep2; pp2-dp2-ep2; hf-dp4-ep2",
+    },
+    "rl/test_engine_options.py": {"*": "fp16; replay+fp16+offload; dynamic+replay+offload"},
     "rl/test_replay_ranks.py": {"*": "shared-tp2-ep4; expert-choice-tp2-ep4"},
     "families/transformers/test_lora_ranks.py": {
         "test_training_equals_stock_peft": "etp; tp; gpt-oss",
@@ -216,6 +237,13 @@ BY_DAY: dict[str, Cases] = {
         "test_a_search_plans_what_degrees_plan": "minimax",
         "test_the_page_has_what_is_planned": "minimax; granitemoe; gemma4",
     },
+    "families/transformers/test_tensor_parallel.py": {
+        "test_over_tp": (
+            "memory; checkpoints; fused; heads in one linear; groups of two ranks; "
+            "linear attention written in place; experts written in place; "
+            "fewer key heads in one linear; frozen; padded; scores; deferred"
+        ),
+    },
     "families/transformers/test_hf_context.py": {
         "*": (
             "qwen3, ring, packed; qwen3, long or short frequencies, rows; mixtral, window, rows; "
@@ -241,6 +269,14 @@ BY_DAY: dict[str, Cases] = {
         "test_microscaled_operands": "90-mxfp8-True; 100-nvfp4-True",
         "test_products_of_blocks": "100-mxfp8; 100-nvfp4; 120-mxfp8",
     },
+    "kernels/linear_attention/test_over_ranks.py": {"*": "by channel"},
+    "kernels/linear_attention/test_chain.py": {
+        "test_kernels_over_pieces_are_at_most_twice_as_wrong_as_plain_pytorch": (
+            "cpu-one tile-delta; cpu-one tile-no rates; cpu-two tiles-by channel"
+        ),
+        "test_transitions_of_kernels": "by channel; no rates",
+        "test_a_chain_of_whole_documents_changes_no_bit": "delta",
+    },
     "kernels/rows/test_microscaled.py": {"test_rows_of_experts": "mxfp8; nvfp4; fp32 scales"},
     "kernels/exchange/test_exchange.py": {
         "test_kernels_equal_references": (
@@ -249,6 +285,11 @@ BY_DAY: dict[str, Cases] = {
         ),
     },
     "kernels/rows/test_cast.py": {"test_whole_rows": "e4m3"},
+    "recipes/test_sdc.py": {
+        "test_a_report_names_the_faulty_rank": (
+            "two groups of experts; tensor parallel; fine-tuning"
+        ),
+    },
     "recipes/test_elastic.py": {"test_a_host_leaves_and_returns": "2"},
 }
 
