@@ -181,7 +181,6 @@ BY_DAY: dict[str, Cases] = {
     },
     "planning/test_dry_run.py": {
         "test_a_module_of_prediction_counts_as_often_as_it_runs": "",
-        "test_a_laptop_needs_no_triton": "",  # as all imports of test_first_hour.py
         "test_pages_of_rows_are_planned_for_all_layers": "",
         "test_worlds_of_the_same_meshes_one_after_the_other": "",
     },
@@ -198,7 +197,6 @@ BY_DAY: dict[str, Cases] = {
             "tiny-deepseek-v3-Et*5|t*3mL-1f1b-optim_grads_params; "
             "tiny-deepseek-v3-Et*6|t|t|mL-overlapped-optim"
         ),
-        "test_the_command": "",  # test_dry_run.py has one
     },
     "planning/test_recipes.py": {
         "test_a_recipe_fits_where_it_ran": (
@@ -229,7 +227,6 @@ BY_DAY: dict[str, Cases] = {
     "planning/test_transformers.py": {
         "test_few_layers_stand_for_all": "jamba",
         "test_a_family_is_dry_run": "gemma4; nemotron_h; zaya",
-        "test_the_command_plans_a_directory": "",
     },
     "families/transformers/test_families.py": {
         "test_a_search_plans_what_degrees_plan": "minimax",
