@@ -61,7 +61,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], dict[str, Any]]
     "allgather": ("mixtral", {}, "ep2-edp2", dict(r=1), dict(dispatch="allgather")),
     "uneven": ("mixtral", dict(num_local_experts=6), "edp4", dict(lora_alpha=9), {}),
     "etp": ("qwen3-moe", {}, "ep2-etp2", {}, {}),
-    "etp-replicated": ("mixtral", {}, "etp2-replicate2", {}, dict(expert_backend="sequential")),
+    "replicated etp": ("mixtral", {}, "etp2-replicate2", {}, dict(expert_backend="sequential")),
     "tp": ("qwen3-moe", {}, "tp2-ep2", {}, {}),
     "tp-mlps": (
         "qwen2-moe",
