@@ -659,6 +659,8 @@ NIGHTLY = [  # of kernels that another case compiles at other sizes, or with ano
     "cross_entropy of an odd vocabulary",
     "experts geglu, fp32 main gradients",
     "experts of odd multiples of 8",
+    "experts of odd multiples of 8, main gradients",
+    "attention of 16 heads to selected keys",
     "experts limited_swiglu",
     "experts situ_glu",
     "experts relu2, bf16 main gradients",

@@ -36,7 +36,6 @@ from moecore.parallel.fsdp.transport import PackedTransport
 from moecore.parallel.model.parallel_state import get_moe_state
 from moecore.parallel.pipeline.layout import parse_layout
 from tests.helpers.grids import asked_for
-from tests.helpers.grids import beside as beside_nightly
 from tests.helpers.ranks import run_ranks
 from tests.parallel.small_decoder import small_decoder
 
@@ -89,20 +88,6 @@ CASES: dict[str, dict[str, Any]] = {
     "two chunks": {"layout": "Et|tttL", "fsdp": STAYING},
     "two freed chunks": {"layout": "Ettt|tL", "fsdp": FREED},
 }
-# What both of them combine, other cases have with pairs; test_wire.py has it without.
-NIGHTLY = (
-    "two levels, tokens as FP8",
-    "transformers, tokens as FP8",
-    # These change nothing where sides alternate.
-    "freed, blocks ahead",
-    "capacity",
-    "moe computed again",
-    "transformers",
-    "two chunks",
-    "shared experts",
-    # As freed units, and blocks of others that are computed again.
-    "freed blocks computed again",
-)
 
 
 def make(device, *, config=CONFIG, checkpoint=False, layout="", family="", domain=None, **options):
@@ -380,7 +365,7 @@ def found(request: pytest.FixtureRequest) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("case", beside_nightly(CASES, NIGHTLY))
+@pytest.mark.parametrize("case", CASES)
 def test_pairs_have_the_bits_of_one_after_the_other(case: str, found: dict[str, Any]) -> None:
     assert [one[case] for one in found["differences"]] == [[]] * WORLD
 

@@ -178,8 +178,9 @@ def test_what_is_refused_has_the_line_of_parallelize_moe() -> None:
 @pytest.mark.parametrize(
     "name", beside(["tiny-qwen3-next", "tiny-nemotron-h"], ["tiny-nemotron-h"])
 )
-def test_the_command(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(name: str, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     """A search with its recipe and its page, and what the scans are taken to reach."""
+    monkeypatch.setattr("moecore.planning.html.SCALES", (1,))
     recipe, page = tmp_path / "recipe.toml", tmp_path / "plan.html"
     command = ["plan", "--preset", name, "--gpus", "1", "--seq-len", "64"]
     assert main([*command, "--write", str(recipe), "--html", str(page)]) == 0

@@ -44,11 +44,14 @@ def check_choice(capsys: Any, choice: dict[str, Any], *options: str) -> None:
         assert choice[name] == plan[name] > 0
 
 
-def test_choices_are_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_choices_are_plans(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moecore.planning.html.SCALES", (0.5, 1, 4))
     run = ["--pp", "2", "--micro-batches", "2"]
     data = write_choices(tmp_path, *run, "--seq-len", "1024", "--batch-size", "2")
     choices = data["choices"]
-    assert data["given"] == "1024,2,nothing" and len(choices) == 4 * 4 * 4
+    assert data["given"] == "1024,2,nothing" and len(choices) == 3 * 3 * 4
     check_choice(capsys, choices[data["given"]], *run, "--seq-len", "1024", "--batch-size", "2")
     # Four times the sequence length is more than the preset's longest sequence.
     flags = ["--seq-len", "4096", "--batch-size", "1", "--recompute", "gemm_last"]
@@ -58,19 +61,20 @@ def test_choices_are_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     check_choice(capsys, choices[f"512,8,{recompute}"], *run, *flags)
 
 
-def test_invalid_choices_are_absent(tmp_path: Path) -> None:
+def test_invalid_choices_are_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moecore.planning.html.SCALES", (0.5, 1))
     # cp=2 divides a row into 4 chunks, which 18 tokens are not, and half a row is no row.
     run = ["--cp", "2", "--seq-len", "36", "--recompute", "norm"]
     keys = [key.split(",") for key in write_choices(tmp_path, *run)["choices"]]
-    assert {key[0] for key in keys} == {"36", "72", "144"}
-    assert {key[1] for key in keys} == {"1", "2", "4"}
-    assert keys[0][2] == "nothing" and ["36", "1", "norm"] in keys and len(keys) == 3 * 3 * 5
+    assert {key[0] for key in keys} == {"36"} and {key[1] for key in keys} == {"1"}
+    assert keys[0][2] == "nothing" and ["36", "1", "norm"] in keys and len(keys) == 5
 
 
 def test_choices_that_do_not_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moecore.planning.html.SCALES", (0.5, 1, 2))
+    monkeypatch.setattr("moecore.planning.html.OPTIONS", ())  # no set of recomputed parts
     gpu = tmp_path / "gpu.toml"
     run = ["--ep", "2", "--seq-len", "1024", "--batch-size", "2", "--gpu-spec", str(gpu)]
     gpu.write_text('like = "h100-80"\n')

@@ -1,4 +1,3 @@
-import json
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -285,21 +284,6 @@ def test_a_run_is_refused_as_it_would_be() -> None:
         TrainingRun(model=CONFIG, num_gpus=4, seq_len=1 << 20)
     with pytest.raises(ValueError, match=r"num_experts \(8\) must be divisible by"):
         plan_memory(replace(BASE, num_gpus=16, parallel=ParallelConfig(ep=16)))
-
-
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    call = "plan --preset tiny-deepseek-v3 --gpus 4 --pp 2 --ep 2 --seq-len 32 --micro-batches 4"
-    call += " --recompute gemm_last"
-    assert main(call.split()) == 0
-    table = capsys.readouterr().out
-    assert table.startswith("pp rank") and "of 84.8 GB (h100-80)" in table
-    assert main([*call.split(), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["fits"] and len(found["ranks"]) == 2
-    large = "plan --preset qwen3-30b-a3b --gpus 1 --ep 1 --micro-batches 2"
-    assert main(large.split()) == 1 and "does not fit: " in capsys.readouterr().out
-    assert main(["plan", "--preset", "tiny", "--gpus", "3", "--ep", "2", "--seq-len", "32"]) == 1
-    assert "must divide the world size (3)" in capsys.readouterr().err
 
 
 DEEP = replace(preset("tiny-deepseek-v3"), num_layers=7, dense_layers=(0, 1))

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers", minversion="5")
 
-from moecore import MemoryOptions, NVLinkOptions, ParallelConfig, PipelineConfig
+from moecore import MemoryOptions, ParallelConfig, PipelineConfig
 from moecore.base.options.precision import Precision
 from moecore.base.saved_tensors import use_packer
 from moecore.cli import main
@@ -274,19 +274,6 @@ def test_flops_are_those_of_the_native_decoder(family: str) -> None:
         head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
         flops -= 2048 * values.get("qk_rope_head_dim", head_dim)
     assert flops == sum(work.flops for work in native.forward_backward)
-
-
-def test_the_command_plans_a_directory(tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config_values("afmoe")))
-    command = ["plan", "--config", str(tmp_path), "--gpus", "4", "--seq-len", "256"]
-    assert main([*command, "--ep", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    model = TransformersModel.of(tmp_path)
-    run = TrainingRun(model=model, num_gpus=4, seq_len=256, parallel=ParallelConfig(ep=2))
-    (rank,) = plan_memory(replace(run, nvlink=NVLinkOptions())).ranks
-    assert found["ranks"][0]["device"] == dict(rank.device)
-    assert main(command) == 0  # a search
-    assert "fits" not in capsys.readouterr().out
 
 
 def test_what_a_class_refuses_is_refused_before_it_is_planned() -> None:

@@ -16,7 +16,7 @@ from moecore.recipes.process import (
 from tests.recipes.launched import metrics
 from tests.recipes.test_train import MICRO, STEPS, run_in_forks, tensors
 
-WORDS = f"--steps {STEPS} --num-layers 2 --deterministic"
+WORDS = f"--steps {STEPS} --deterministic"
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 

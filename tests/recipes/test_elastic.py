@@ -25,15 +25,16 @@ STEPS, SECONDS = 160, 300
 # Otherwise ranks that start again without a failure read addresses of the ranks before them.
 NEW_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 RUN = (
-    f"pretrain --preset tiny --batch-size 2 --global-batch-size 12 "
+    f"pretrain --preset tiny --global-batch-size 12 "
     f"--seq-len 32 --steps {STEPS} --sample-every 0 --checkpoint-every 1000 "
     "--memory-checkpoint-every 5 --lr-schedule constant --warmup-steps 0 --aux-loss 0"
 ).split()
 
 
-def options(run_dir: Path) -> list[str]:
+def options(run_dir: Path, batch_size: int) -> list[str]:
     data = Path(__file__).parents[2] / "docs" / "findings.md"
-    return [*RUN, "--data", str(data), "--run-dir", str(run_dir)]
+    words = [*RUN, "--batch-size", str(batch_size), "--data", str(data)]
+    return [*words, "--run-dir", str(run_dir)]
 
 
 def start_agent(host: str, port: int, nnodes: str, run_dir: Path) -> subprocess.Popen[bytes]:
@@ -41,7 +42,7 @@ def start_agent(host: str, port: int, nnodes: str, run_dir: Path) -> subprocess.
     words = ["--nnodes", nnodes, "--nproc-per-node", "1", "--max-restarts", "20"]
     words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     words += ["--rdzv-conf", "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3"]
-    words += ["-m", "moecore", *options(run_dir)]
+    words += ["-m", "moecore", *options(run_dir, 2)]
     with open(run_dir.with_name(f"{host}.txt"), "ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *words],
@@ -94,9 +95,9 @@ def count_steps(run_dir: Path) -> int:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of one process, which nothing disturbs."""
+    """The losses of one process, which nothing disturbs, of a micro-batch per step."""
     run_dir, host = tmp_path_factory.mktemp("straight") / "run", f"straight-{uuid.uuid4().hex[:8]}"
-    words = [sys.executable, "-m", "moecore", *options(run_dir), "--ranks", "1"]
+    words = [sys.executable, "-m", "moecore", *options(run_dir, 12), "--ranks", "1"]
     subprocess.run(words, env=os.environ | {HOST_VARIABLE: host}, timeout=SECONDS, check=True)
     shutil.rmtree(f"/dev/shm/moecore-{os.getuid()}-{host}", ignore_errors=True)
     return losses(run_dir)

@@ -14,6 +14,7 @@ import huggingface_hub
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 import moecore
+from moecore.cli import main
 from moecore.recipes.files import find_config, find_model_directory
 from moecore.recipes.tiny_model import write_tiny_model
 
@@ -44,7 +45,9 @@ def test_one_process_of_a_host_downloads(tmp_path: Path, monkeypatch: Any) -> No
 
 
 @pytest.mark.slow
-def test_two_ranks_train_a_model_of_the_cache(tmp_path: Path) -> None:
+def test_two_ranks_train_a_model_of_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The launcher finds the snapshot without a network, and says so of another name."""
     cache = tmp_path / "cache"
     repository = cache / "models--org--tiny"
@@ -57,26 +60,25 @@ def test_two_ranks_train_a_model_of_the_cache(tmp_path: Path) -> None:
     environ = os.environ | {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
     environ["PYTHONPATH"] = str(Path(moecore.__file__).parents[1])
 
-    def moecore_of(words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "moecore", *words.split()]
-        return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
-
-    def finetune(model: str) -> subprocess.CompletedProcess[str]:
-        words = f"finetune --model {model} --data {snapshot / 'chats.jsonl'} --run-dir run"
-        words += " --max-steps 2 --seq-len 128 --batch-size 1 --checkpoint-every 0 --eval-every 0"
-        return moecore_of(words)
-
-    run = finetune("org/tiny")
+    words = f"finetune --model org/tiny --data {snapshot / 'chats.jsonl'} --run-dir run"
+    words += " --max-steps 2 --seq-len 128 --batch-size 1 --checkpoint-every 0 --eval-every 0"
+    command = [sys.executable, "-m", "moecore", *words.split()]
+    run = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
     assert (tmp_path / "run" / "export" / "model.safetensors").exists()
-    refused = finetune("org/other")
-    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1
-    assert "--model (org/other) must be a directory, or a model of the hub" in refused.stderr
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert main(words.replace("org/tiny", "org/other").split()) == 2
+    refused = capsys.readouterr().err
+    assert refused.count("\n") == 1
+    assert "--model (org/other) must be a directory, or a model of the hub" in refused
     words = "--tokenizer bytes --data python: --seq-len 64 --dry-run"
-    planned = moecore_of(f"pretrain --hf-config org/tiny {words}")
-    assert 'hf_config = "org/tiny"' in planned.stdout and "peak memory" in planned.stdout
-    refused = moecore_of(f"pretrain --hf-config org/other {words}")
-    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1
-    assert "--hf-config (org/other) must be a config.json, its directory, or" in refused.stderr
+    assert main(f"pretrain --hf-config org/tiny {words}".split()) == 0
+    planned = capsys.readouterr().out
+    assert 'hf_config = "org/tiny"' in planned and "peak memory" in planned
+    assert main(f"pretrain --hf-config org/other {words}".split()) == 2
+    refused = capsys.readouterr().err
+    assert refused.count("\n") == 1
+    assert "--hf-config (org/other) must be a config.json, its directory, or" in refused

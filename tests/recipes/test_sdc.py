@@ -21,6 +21,7 @@ from moecore.recipes import finetune, pretrain
 from moecore.recipes.sdc import find_suspect_ranks
 from moecore.recipes.tiny_model import write_tiny_model
 from moecore.train.result_trace import trace_results
+from tests.helpers.grids import asked_for
 from tests.helpers.ranks import run_ranks
 from tests.recipes.launched import metrics
 from tests.recipes.test_train import run_in_forks, tensors
@@ -138,12 +139,15 @@ def plant(module: nn.Module, phase: str, faulty_calls: Any) -> Any:
     return patch.object(module, "forward", call)
 
 
-def check_cases(rank: int, device: torch.device, tiny: Path) -> dict[str, list[tuple[str, Any]]]:
+def check_cases(
+    rank: int, device: torch.device, tiny: Path, names: list[str]
+) -> dict[str, list[tuple[str, Any]]]:
     """Return the lines and the metrics of each check of each case."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="4")
     results: dict[str, list[tuple[str, Any]]] = {}
     with TemporaryDirectory() as folder:
-        for name, (words, faults) in CASES.items():
+        for name in names:
+            words, faults = CASES[name]
             recipe: Any = finetune if name == "fine-tuning" else pretrain
             common = TUNED.format(tiny) if recipe is finetune else WORDS
             words = f"{common} {words} --run-dir {folder}/{name.replace(' ', '-')}"
@@ -160,10 +164,10 @@ def check_cases(rank: int, device: torch.device, tiny: Path) -> dict[str, list[t
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     tiny = tmp_path_factory.mktemp("model")
     write_tiny_model(tiny)
-    return run_ranks(4, check_cases, tiny)
+    return run_ranks(4, check_cases, tiny, asked_for(request, "name"))
 
 
 @pytest.mark.parametrize("name", CASES)

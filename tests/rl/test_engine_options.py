@@ -68,7 +68,7 @@ def train(options: str) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def worker(rank: int, device: torch.device, names: list[str]) -> Any:
-    return {name: train(BASES.get(name, name)) for name in [*BASES, *CASES]}
+    return {name: train(BASES.get(name, name)) for name in [*BASES, *names]}
 
 
 results = ranks_fixture(4, worker, "name")

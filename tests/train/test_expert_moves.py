@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +43,7 @@ from moecore.recipes import train as recipe
 from moecore.train import AdamW, Muon, assign_matrices, move_experts
 from moecore.train.expert_moves import count_moved_bytes
 from tests.families.transformers.lora_cases import adapted_model, batches
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.io.checkpoint.test_optimizers import differing, state_of
 from tests.parallel.small_decoder import small_decoder
 from tests.recipes.launched import launched
@@ -236,22 +234,19 @@ def refusals_of(rank: int) -> dict[str, str]:
     return errors
 
 
-def worker(rank: int, _: torch.device, folder: str) -> dict[str, Any]:
-    return {case: case_of(rank, folder, case) for case in CASES} | {
+def worker(rank: int, _: torch.device, folder: str, cases: list[str]) -> dict[str, Any]:
+    return {case: case_of(rank, folder, case) for case in cases} | {
         "refusals": refusals_of(rank),
         "adapters": adapters_of(rank, folder),
     }
 
 
-@cache
-def outcomes() -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(WORLD, worker, folder)  # type: ignore[no-any-return]
+outcomes = ranks_fixture(WORLD, worker, "case", in_folder=True)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_run_is_that_without_moves(case: str) -> None:
-    outcome = outcomes()[case]
+def test_the_run_is_that_without_moves(case: str, outcomes: dict[str, Any]) -> None:
+    outcome = outcomes[case]
     layers = {n: x for n, x in outcome["shares"].items() if not n.endswith(".dims")}
     assert all(after < before for before, after in layers.values())
     planned_bytes, received = outcome["bytes"]
@@ -265,8 +260,8 @@ def test_the_run_is_that_without_moves(case: str) -> None:
             torch.testing.assert_close(actual[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_adapters_and_exports_keep_their_order() -> None:
-    outcome = outcomes()["adapters"]
+def test_adapters_and_exports_keep_their_order(outcomes: dict[str, Any]) -> None:
+    outcome = outcomes["adapters"]
     losses = torch.tensor(outcome["losses"]).view(2, 3)
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
     stay, moved = outcome["files"][:3], outcome["files"][3:]
@@ -291,7 +286,7 @@ def test_the_option_of_the_commands(tmp_path: Path) -> None:
     assert code == 2 and "must be parallelized with ep > 1" in text
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused(outcomes: dict[str, Any]) -> None:
     expected = {
         "optimizers": "must have no gradient and an optimizer to move",
         "names": "loads (x) must be of the model's MoE layers",
@@ -304,7 +299,7 @@ def test_what_is_refused() -> None:
         "pp": "move_experts with pp is not supported",
         "clones": "move_experts with DispatchOptions.clones is not supported",
     }
-    errors = outcomes()["refusals"]
+    errors = outcomes["refusals"]
     assert errors.keys() == expected.keys()
     for name, text in expected.items():
         assert text in errors[name] and "\n" not in errors[name]

@@ -98,12 +98,9 @@ ON_ALL = {
     "step3p7": "an activation of its own",
     "longcat_flash": "experts that return their input",
 }
-EVERY_DAY = ("qwen3_moe", "gpt_oss")  # the others of `ON_ALL` run on one folding
-TP_BY_DAY = (  # linears of several kinds are in test_tensor_parallel.py
-    "qwen3_moe",
-    "deepseek_v3",
+EVERY_DAY = ("qwen3_moe",)  # the others of `ON_ALL` run on one folding
+TP_BY_DAY = (  # others are in test_tensor_parallel.py and test_hf_ranks.py
     "deepseek_v4",
-    "gpt_oss",
     "qwen3_next",
     "granitemoehybrid",
     "lfm2_moe",
@@ -407,7 +404,7 @@ def test_what_is_refused(family: str, meshes: Meshes) -> None:
         parallelize_moe(model, meshes)
 
 
-@pytest.mark.parametrize("family", taken())
+@pytest.mark.parametrize("family", beside(taken(), [f for f in taken() if f not in BY_DAY]))
 def test_documents_are_kept_apart_or_refused(family: str) -> None:
     """Packed documents against each in a row of its own; cp refuses what documents do."""
     model, cuts = tiny_model(family), [0, 3, 8, 9, 18]

@@ -396,6 +396,10 @@ def test_the_default_layers_with_adapters(family: str, meshes: Meshes) -> None:
     assert not any(name.endswith(WITHOUT_ADAPTERS[family]) for name in names)
     assert any(name.endswith("experts.down_proj") for name in names)
     assert not model.peft_config["default"].rank_pattern
+    for module in model.modules():  # adapters are on meta
+        if any(param.is_meta for param in module.parameters(recurse=False)):
+            module.to_empty(device="cpu", recurse=False)
+    init_adapters(model)
     parallelize_moe(model, meshes)
     assert loss_of(model, batch(model.get_base_model(), 0)).isfinite()
 

@@ -40,7 +40,7 @@ from tests.families.transformers.lora_cases import (
     train,
 )
 from tests.families.transformers.test_tensor_parallel import phi3, with_gradients
-from tests.helpers.grids import asked_for, beside
+from tests.helpers.grids import asked_for
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -61,7 +61,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], dict[str, Any]]
     "allgather": ("mixtral", {}, "ep2-edp2", dict(r=1), dict(dispatch="allgather")),
     "uneven": ("mixtral", dict(num_local_experts=6), "edp4", dict(lora_alpha=9), {}),
     "etp": ("qwen3-moe", {}, "ep2-etp2", {}, {}),
-    "etp-replicated": ("mixtral", {}, "etp2-replicate2", {}, dict(expert_backend="sequential")),
+    "replicated etp": ("mixtral", {}, "etp2-replicate2", {}, dict(expert_backend="sequential")),
     "tp": ("qwen3-moe", {}, "tp2-ep2", {}, {}),
     "tp-mlps": (
         "qwen2-moe",
@@ -88,11 +88,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], dict[str, Any]]
         dict(fsdp=FSDPOptions(experts_strategy="optim", blocks_per_unit=2)),
     ),
 }
-# Layouts and targets that others combine.
-NIGHTLY = ("whole-experts", "uneven", "etp-replicated", "attention-alone", "kept-experts")
 if not HAS_SEPARATE_PIECES:  # etp of gate above up
     CASES = {name: case for name, case in CASES.items() if "etp" not in name}
-    NIGHTLY = tuple(name for name in NIGHTLY if name in CASES)
 
 
 def run_case(name: str, folder: Path, device: torch.device) -> tuple[float, str] | None:
@@ -242,7 +239,7 @@ def test_training_on_gpus_equals_stock_peft(folder: Path) -> None:
     assert max(error for error, _ in found.values()) <= 1e-5, found
 
 
-@pytest.mark.parametrize("name", beside(CASES, NIGHTLY))
+@pytest.mark.parametrize("name", CASES)
 def test_training_equals_stock_peft(results: dict[str, Any], name: str) -> None:
     error, where = results[name]
     assert error <= 1e-5, f"{where}: {error}"

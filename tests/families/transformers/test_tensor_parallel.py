@@ -32,7 +32,7 @@ from tests.families.transformers import hf_models as hm
 from tests.families.transformers.family_models import batch as family_batch
 from tests.families.transformers.family_models import fill, loss_of, tiny_model
 from tests.families.transformers.test_log_probs import scored, stock
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ranks_fixture
 from tests.train.memory.blocks import counting_bytes
 
 
@@ -438,20 +438,17 @@ CASES: dict[str, Callable[[dict[int, Meshes], Path], bool]] = {
 }
 
 
-def worker(rank: int, device: torch.device, folder: str) -> dict[str, bool]:
+def worker(rank: int, device: torch.device, folder: str, names: list[str]) -> dict[str, bool]:
     meshes = {tp: build_meshes(ParallelConfig(tp=tp), "cpu") for tp in (2, 4)}
     refused(meshes)
     only_whole(meshes[2])
-    own = {name: case(meshes, Path(folder)) for name, case in CASES.items()}
+    own = {name: CASES[name](meshes, Path(folder)) for name in names}
     every: list[Any] = [None] * 4
     dist.all_gather_object(every, own)
     return {name: all(found[name] for found in every) for name in own}
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bool]:
-    ran: dict[str, bool] = run_ranks(4, worker, str(tmp_path_factory.mktemp("tp")))
-    return ran
+found = ranks_fixture(4, worker, "name", in_folder=True)
 
 
 @pytest.mark.parametrize("name", CASES)

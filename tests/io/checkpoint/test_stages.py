@@ -6,6 +6,7 @@ tensors.
 """
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from moecore.base.rank_checks import gather_objects
 from moecore.io import Saver, load, read_manifest, save
 from tests.helpers.errors import error_of
+from tests.helpers.grids import asked_for
 from tests.helpers.ranks import run_ranks
 from tests.parallel.pipeline.stages import (
     TABLE,
@@ -81,6 +83,7 @@ def differing(model: nn.Module, optimizer: torch.optim.Optimizer, wholes: State)
     ]
 
 
+@cache
 def snapshots() -> tuple[State, State]:
     """Return the whole state when it is saved, and after one further step."""
     model = plain()
@@ -132,7 +135,9 @@ def refusals(root: Path) -> dict[str, list[str]]:
     return found
 
 
-def worker(rank: int, device: torch.device, folder: str) -> dict[Any, Any]:
+def worker(
+    rank: int, device: torch.device, folder: str, pairs: list[tuple[str, str]]
+) -> dict[Any, Any]:
     root = Path(folder)
     found: dict[Any, Any] = {}
     for name, (layout, degrees) in LAYOUTS.items():
@@ -143,13 +148,13 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[Any, Any]:
             saver.save(2, extra, wait=name != "pp4")  # that one in the background
             saver.close()
     dist.barrier()
-    for name, (layout, degrees) in LAYOUTS.items():
-        for source in SOURCES:
-            model = build(layout, seed=9, **degrees)
-            result = loaded(root / source / "step-000002", model)
-            found[source, name] = {
-                key: sorted(set().union(*gather_objects(wrong))) for key, wrong in result.items()
-            }
+    for source, target in pairs:
+        layout, degrees = LAYOUTS[target]
+        model = build(layout, seed=9, **degrees)
+        result = loaded(root / source / "step-000002", model)
+        found[source, target] = {
+            key: sorted(set().union(*gather_objects(wrong))) for key, wrong in result.items()
+        }
     found["refusals"] = refusals(root)
     return found
 
@@ -173,9 +178,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(root: Path) -> dict[Any, Any]:
-    found: dict[Any, Any] = run_ranks(4, worker, str(root))
-    return found
+def results(request: pytest.FixtureRequest, root: Path) -> dict[Any, Any]:
+    pairs = asked_for(request, "source", "target")
+    return run_ranks(4, worker, str(root), pairs)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("target", LAYOUTS)

@@ -21,7 +21,7 @@ from moecore.models import Decoder, preset
 from moecore.train import AdamW
 from tests.families.transformers.hf_models import random_model
 from tests.helpers.errors import error_of
-from tests.helpers.grids import asked_for, beside
+from tests.helpers.grids import asked_for
 from tests.helpers.ranks import run_ranks
 from tests.io.hf.test_config import TINY_JSON
 from tests.parallel.pipeline.stages import build
@@ -40,7 +40,6 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp2-ep2": dict(tp=2, ep=2),
     "cp2-ep4": dict(cp=2, ep=4),
 }
-NIGHTLY = ["fsdp", "ep2-edp2"]  # what is cut in them is cut in others, and in steps below
 
 
 def native(**degrees: int) -> nn.Module:
@@ -261,7 +260,7 @@ def results(request, tmp_path_factory):
     return run_ranks(WORLD, worker, str(tmp_path_factory.mktemp("streams")), layouts)
 
 
-@pytest.mark.parametrize("layout", beside(LAYOUTS, NIGHTLY))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_stream_has_the_bits_of_the_files(results: dict[str, Any], layout: str) -> None:
     assert results[layout]["equal"]
 

@@ -35,6 +35,7 @@ pytestmark = pytest.mark.filterwarnings("error:MemoryOptions.recompute")
 CASES = [(name, parts) for name, options in PARTS.items() for parts in options]
 # Parts of others.
 NIGHTLY = [
+    ("tiny-qwen3", ("norm", "rope", "qkv_proj")),
     ("tiny-qwen3", ("norm", "rope")),
     *(("tiny-shared", parts) for parts in PARTS["tiny-shared"]),
     ("tiny-deepseek-v3", GEMM_LAST),

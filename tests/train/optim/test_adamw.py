@@ -2,6 +2,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -325,7 +326,7 @@ def losses(folder: str | None, kind: str) -> list[float]:
     """Train a decoder with its expert and dense parameters on two meshes, one bad step included."""
     options, dtype = ({"fused": True}, torch.float32) if kind == "torch" else KINDS[kind]
     make: Callable[..., Optimizer] = torch.optim.AdamW if kind == "torch" else AdamW
-    model = Decoder(preset("tiny"))
+    model = Decoder(replace(preset("tiny"), num_layers=2))
     model.init_weights(0)
     model.to(dtype)
     parallelize_moe(model, build_meshes(ParallelConfig(dp_shard=4, ep=2), "cpu"))

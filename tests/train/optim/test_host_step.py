@@ -1,5 +1,6 @@
 import copy
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +193,7 @@ def test_refusals() -> None:
 def sharded_run(kind: str, folder: str) -> dict[str, Any]:
     """Train a decoder with uneven shards, clipped; a bad step, a resume in the other optimizer."""
     host_step.CHUNK = 1000
-    model = Decoder(preset("tiny"))
+    model = Decoder(replace(preset("tiny"), num_layers=2))
     model.init_weights(0)
     parallelize_moe(model, build_meshes(ParallelConfig(dp_shard=3), "cpu"))
     first = AdamW(model.parameters(), lr=1e-2)

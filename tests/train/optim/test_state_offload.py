@@ -1,4 +1,5 @@
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +261,7 @@ def sharded_run(folder: str | None) -> dict[str, Any]:
 
     The ranks of `test_host_step.py` run it.
     """
-    model = Decoder(preset("tiny"))
+    model = Decoder(replace(preset("tiny"), num_layers=2))
     model.init_weights(0)
     parallelize_moe(model, build_meshes(ParallelConfig(dp_shard=3), "cpu"))
     optimizer = AdamW(model.parameters(), lr=1e-2)

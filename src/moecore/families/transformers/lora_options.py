@@ -96,7 +96,7 @@ def add_adapters(model: nn.Module, options: LoRAOptions, *names: str) -> Any:
     )
     with warnings.catch_warnings():  # peft's check of patterns does not know the experts' names
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match")
-        adapted_model = get_peft_model(model, config, adapter_name=names[0])
+        adapted_model = get_peft_model(model, config, adapter_name=names[0], low_cpu_mem_usage=True)
         for name in names[1:]:
             adapted_model.add_adapter(name, config, low_cpu_mem_usage=True)
     tuner: Any = adapted_model.base_model
