@@ -130,9 +130,10 @@ def _wait_for_ranks(ranks: ProcessContext) -> int:
     """
     try:
         while ranks.sentinels:
-            connection.wait([*ranks.sentinels])
-            for rank, process in enumerate(ranks.processes):
-                if (process.exitcode or 0) < 0:
+            for sentinel in connection.wait([*ranks.sentinels]):
+                rank = ranks.sentinels[sentinel]
+                ranks.processes[rank].join()  # its sentinel is ready before its exit code
+                if ranks.processes[rank].exitcode < 0:
                     return _kill_ranks(ranks, rank)
             ranks.join()
     except torch.multiprocessing.ProcessExitedException as error:
