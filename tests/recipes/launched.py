@@ -35,10 +35,10 @@ def forked_ranks() -> Iterator[None]:
         yield
 
 
-def launched(run_rank, script, words, said) -> tuple[int, str]:
-    """Launch two ranks with these arguments; return the exit code and what they print to stderr."""
+def launched(run_rank, script, words, said, num_ranks=2) -> tuple[int, str]:
+    """Launch ranks with these arguments; return the exit code and what they print to stderr."""
     with forked_ranks():
-        code = launch(_said, (run_rank, [script, *words], said), 2)
+        code = launch(_said, (run_rank, [script, *words], said), num_ranks)
     return code, said.read_text()
 
 

@@ -1,4 +1,4 @@
-"""Ranks of moecore train of which one is slow, stops, overflows, or prints its error late.
+"""Ranks of moecore train of which one is slow, sends late, stops, overflows, or prints late.
 
 Rank 1 is slow or stops in a place, the environment's MOECORE_TEST_DELAY.
 """
@@ -43,6 +43,7 @@ def put_around(call: Callable[..., Any], job: Any) -> None:
         "layer": (layer, "forward"),
         "forward and backward": (layer, "forward"),
         "optimizer": (job.optimizers[0], "step"),
+        "link": (dist, "batch_isend_irecv"),
     }[os.environ["MOECORE_TEST_DELAY"]]
     setattr(owner, name, partial(call, getattr(owner, name)))
 
@@ -52,10 +53,17 @@ def call_late(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
+def send_late(exchange: Callable[..., Any], ops: list[dist.P2POp]) -> Any:
+    """Post what is received, and after a delay what is sent."""
+    received = exchange(ops[1:])
+    return [*call_late(exchange, ops[:1]), *received]
+
+
 def run_delayed(args: object) -> int:
     """Be slow in every step."""
+    call = send_late if os.environ["MOECORE_TEST_DELAY"] == "link" else call_late
     with redirect_stdout(sys.stderr):  # which a test reads
-        return run_changed(args, partial(put_around, call_late))
+        return run_changed(args, partial(put_around, call))
 
 
 def stop() -> None:

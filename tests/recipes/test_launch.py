@@ -54,6 +54,23 @@ def test_a_rank_that_raised_alone_is_shown() -> None:
         launch(leave_or_raise, [None, 0], 2)
 
 
+def die_or_stay(rank: int) -> int:
+    """Be killed as `rank`; on other ranks, ignore SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if int(os.environ["RANK"]) == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+    return 0
+
+
+def test_a_killed_rank_ends_the_others_at_once(monkeypatch: Any, capfd: Any) -> None:
+    monkeypatch.undo()  # the slow launcher
+    began = time.monotonic()
+    assert launch(die_or_stay, 1, 3) == 1
+    assert time.monotonic() - began < 20  # torch gives them 30 seconds
+    assert "error: rank 1 ended by SIGKILL: the host may" in capfd.readouterr().err
+
+
 def hold_lock(path: Path) -> int:
     """Be a rank that waits; its end frees the lock."""
     with path.open("w") as file:

@@ -30,7 +30,7 @@ CHECKS = "--batch-size 1 --grad-accum 2 --sdc-check-every 2 --sdc-check-action l
 WORDS = f"--preset tiny-qwen3 --tokens random --seq-len 16 --workers 0 {CHECKS}"
 TUNED = "--model {0} --data {0}/chats.jsonl --seq-len 64 --eval-share 0 " + CHECKS
 ATTENTION, EXPERTS = "model.layers.1.self_attn", "model.layers.1.mlp.experts"
-NORM = "model.layers.1.input_layernorm.weight"  # the first gradient of its FSDP unit
+FIRST = "model.layers.0.self_attn"
 NO_FAULT: tuple[tuple[Any, ...], str] = (), ""
 INF, KINDS = math.inf, ("transient", "persistent")
 HOST = socket.gethostname()
@@ -43,19 +43,20 @@ CASES: dict[str, tuple[str, list[tuple[tuple[Any, ...], str]]]] = {
             NO_FAULT,
             (
                 (1, ATTENTION, "forward", [0]),
-                "rank 1 has a transient error in forward, input of model.layers.1.mlp",
+                f"rank 1 has a transient error in forward, output of {ATTENTION}",
             ),
             (
                 (2, ATTENTION, "backward", [3]),
-                f"rank 2 has a transient error in backward, gradient of {NORM}",
+                f"rank 2 has a transient error in backward, output of {ATTENTION}",
             ),
             (
                 (3, ATTENTION, "forward", range(4)),
-                "rank 3 has a persistent error in forward, input of model.layers.1.mlp",
+                f"rank 3 has a persistent error in forward, output of {ATTENTION}",
             ),
             (
-                (0, ATTENTION.replace("1", "0"), "backward", range(4)),
-                f"rank 0 has a persistent error in backward, gradient of {NORM.replace('1', '0')}",
+                (0, FIRST, "backward", range(4)),
+                # Rank 0 names its own place. On other ranks, both outputs are one tensor.
+                f"rank 0 has a persistent error in backward, output of {FIRST}.o_proj",
             ),
         ],
     ),
@@ -77,7 +78,18 @@ CASES: dict[str, tuple[str, list[tuple[tuple[Any, ...], str]]]] = {
             ),
             (
                 (2, ATTENTION, "backward", [1]),
-                "rank 2 has a transient error in backward, input of model.layers.1",
+                f"rank 2 has a transient error in backward, output of {ATTENTION}",
+            ),
+        ],
+    ),
+    # A residual sum rounds the lowest bit of attention's output away.
+    "lowest bit": (
+        "--ep 2 --dtype bfloat16",
+        [
+            NO_FAULT,
+            (
+                (1, ATTENTION, "forward", [1]),
+                f"rank 1 has a transient error in forward, output of {ATTENTION}",
             ),
         ],
     ),
@@ -124,7 +136,8 @@ class _Flip(torch.autograd.Function):
 
 def flip(x: Tensor) -> Tensor:
     x = x.clone(memory_format=torch.contiguous_format)
-    x.view(torch.int32).view(-1)[0] ^= 1 << 22
+    bits, bit = (torch.int16, 0) if x.dtype == torch.bfloat16 else (torch.int32, 22)
+    x.view(bits).view(-1)[0] ^= 1 << bit
     return x
 
 
@@ -243,8 +256,8 @@ def test_a_run_stops_with_an_error_that_names_the_host(train, tmp_path, monkeypa
     assert train.run_rank(train.parse_arguments(words.split())) == 1
     assert capsys.readouterr().err == (
         "moecore: error: replays of step 2 (--sdc-check-every 2) must have equal bits, but rank 0 "
-        f"on {HOST} has a transient error in forward, input of model.layers.1.mlp: replace the "
-        "host, and start again from the last checkpoint\n"
+        f"on {HOST} has a transient error in forward, output of {ATTENTION}: replace the host, and "
+        "start again from the last checkpoint\n"
     )
     assert [line["step"] for line in metrics(tmp_path)] == [1]
 

@@ -314,6 +314,15 @@ def gather_objects(value: T, group: Group = None) -> list[T]:
     return values
 
 
+def shift_ranks(outgoing: Tensor, incoming: Tensor, distance: int) -> None:
+    """Send a tensor to rank + `distance`; receive one from rank - `distance`. Collective."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    send = dist.P2POp(dist.isend, outgoing, (rank + distance) % size)
+    receive = dist.P2POp(dist.irecv, incoming, (rank - distance) % size)
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
+
+
 def compute_checksum(tensor: Tensor) -> Tensor:
     """Return a 0-dim int64 checksum of a tensor's bytes, their order and their number."""
     bits = tensor.detach().contiguous().flatten().view(torch.uint8)

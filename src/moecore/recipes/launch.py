@@ -124,18 +124,20 @@ def start_resource_tracker() -> None:
 
 
 def _wait_for_ranks(ranks: ProcessContext) -> int:
-    """Wait for all ranks or the first failure; return the exit status of the job."""
+    """Wait for all ranks or the first failure; return the exit status of the job.
+
+    If a signal has ended a rank, the other ranks can save nothing and are killed.
+    """
     try:
-        while not ranks.join():
-            pass
+        while ranks.sentinels:
+            for sentinel in connection.wait([*ranks.sentinels]):
+                rank = ranks.sentinels[sentinel]
+                ranks.processes[rank].join()  # its sentinel is ready before its exit code
+                if ranks.processes[rank].exitcode < 0:
+                    return _kill_ranks(ranks, rank)
+            ranks.join()
     except torch.multiprocessing.ProcessExitedException as error:
-        if error.exit_code > 0:
-            return error.exit_code
-        rank = error.error_index
-        is_killed = error.exit_code == -signal.SIGKILL
-        cause = ": the host may have too little memory" if is_killed else ""
-        print(f"moecore: error: rank {rank} ended by {error.signal_name}{cause}", file=sys.stderr)
-        return 1
+        return error.exit_code if error.exit_code > 0 else _kill_ranks(ranks, error.error_index)
     except torch.multiprocessing.ProcessRaisedException:
         # A rank that left has printed why; the others raise when they miss it.
         for process, trace in zip(ranks.processes, ranks.error_files, strict=True):
@@ -143,6 +145,16 @@ def _wait_for_ranks(ranks: ProcessContext) -> int:
                 return int(process.exitcode)
         raise
     return 0
+
+
+def _kill_ranks(ranks: ProcessContext, rank: int) -> int:
+    """Print which signal has ended a rank, and kill the other ranks; return 1."""
+    number = signal.Signals(-ranks.processes[rank].exitcode)
+    cause = ": the host may have too little memory" if number == signal.SIGKILL else ""
+    print(f"moecore: error: rank {rank} ended by {number.name}{cause}", file=sys.stderr)
+    for process in ranks.processes:
+        process.kill()
+    return 1
 
 
 def _stop_ranks(ranks: ProcessContext, signal_number: int) -> int:

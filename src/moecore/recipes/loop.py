@@ -321,6 +321,8 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
     job.hangs.enter(step, PEERS)
     dist.all_reduce(counts)
     fetched = Moment(job.device)  # when the last rank has its data
+    if timer is not None:
+        timer.link_spans = job.stragglers.exchange_messages()
     counts //= copies
     num_labels = counts[0].clamp(min=1)
     with measure(COMPUTE):

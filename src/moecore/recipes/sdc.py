@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moecore.base.fields import CheckedRecord, Count
-from moecore.base.rank_checks import gather_objects
+from moecore.base.rank_checks import gather_objects, shift_ranks
 from moecore.moe.pairs import get_rng_states, set_rng_states
 from moecore.parallel.mesh import ParallelConfig
 from moecore.recipes.data import StepBatch, pad_bounds
@@ -114,13 +114,9 @@ class SDCCheck:
 
     def _exchange(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Send CPU tensors to the next groups; return tensors of equal shapes from the previous."""
-        rank, size = dist.get_rank(), dist.get_world_size()
         parts = [x.contiguous().view(-1).view(torch.uint8) for x in tensors]
         buffer = torch.empty_like(outgoing := torch.cat(parts))
-        send = dist.P2POp(dist.isend, outgoing, (rank + self._distance) % size)
-        receive = dist.P2POp(dist.irecv, buffer, (rank - self._distance) % size)
-        for work in dist.batch_isend_irecv([send, receive]):
-            work.wait()
+        shift_ranks(outgoing, buffer, self._distance)
         pieces = buffer.split([len(part) for part in parts])
         return [x.clone().view(t.dtype).view(t.shape) for x, t in zip(pieces, tensors, strict=True)]
 

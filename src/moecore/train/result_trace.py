@@ -1,9 +1,11 @@
 """`trace_results`: checksums of the results of forward and backward on this rank, in their order.
 
-Results are the inputs and outputs of MoE layers and of modules with FSDP hooks, their gradients,
-and parameter gradients before the reduction. If the traces of two equal runs differ, the first
-different checksum names the module. All ranks compute the same modules in the same order. If a rank
-sends a wrong value to other ranks, the checksums of these ranks differ at a later module.
+Results are the inputs and outputs of modules with parameters, their gradients, and parameter
+gradients before the reduction. Rounding of a sum may remove a small error of one summand, so the
+output of a block alone would not show this error. Modules inside compiled code have no checksums,
+unless they have FSDP hooks. If the traces of two equal runs differ, the first different checksum
+names the module. All ranks compute the same modules in the same order. If a rank sends a wrong
+value to other ranks, the checksums of these ranks differ at a later module.
 """
 
 from collections.abc import Iterator
@@ -65,13 +67,15 @@ def trace_results(model: nn.Module) -> Iterator[ResultTrace]:
     """Return a context that yields the trace of the last forward and backward inside it."""
     trace, units = ResultTrace(), [unit for engine in list_engines(model) for unit in engine.units]
     names = {unit.gradients: [param.slot.param for param in unit.params] for unit in units}
-    modules: set[nn.Module] = {module for unit in units for module in unit.modules}
-    has_handles = any(state.request.dispatch.fp8 for state in list_parallel_states(model))
+    states = list_parallel_states(model)
+    modules = {module for module in model.modules() if any(True for _ in module.parameters())}
+    modules -= {module for state in states for module in state.compiled}
+    modules |= {module for unit in units for module in unit.modules}
+    has_handles = any(state.request.dispatch.fp8 for state in states)
     for layer in (module for module in model.modules() if isinstance(module, RoutedLayer)):
         pads = layer.config.capacity is not None and layer.config.capacity.pad
         if has_handles or layer.dispatcher.has_spare_rows(pads=pads):  # memory without values
-            modules.discard(layer.get_part("experts"))
-        modules.add(layer)
+            modules -= set(layer.get_part("experts").modules()) - {layer}
     accumulate, pop_grad = Gradients.compute_and_accumulate, UnitParam.pop_grad
 
     def record_kernel_grad(gradients: Any, index: int, shape: Any, compute: Any, *x: Any) -> Any:

@@ -18,7 +18,13 @@ import torch
 
 from moecore.io import Saver, latest, load, prune, save, verify
 from moecore.io.checkpoint import host_memory
-from moecore.io.checkpoint.host_memory import HOST_VARIABLE, connect_host_memory, find_complete
+from moecore.io.checkpoint.host_memory import (
+    DOMAIN_VARIABLE,
+    HOST_VARIABLE,
+    alternate_domains,
+    connect_host_memory,
+    find_complete,
+)
 from moecore.io.checkpoint.object_storage import RemotePath, make_path
 from tests.helpers.ranks import run_ranks
 from tests.io.checkpoint.kills import build, fill, loaded_step
@@ -35,7 +41,7 @@ def lose(host: str) -> None:
 
 @pytest.fixture
 def names() -> Iterator[list[str]]:
-    """Names of three hosts, which are lost at the end."""
+    """Names of three hosts, to which a test may add; they are lost at the end."""
     names = [f"host{i}-{uuid.uuid4().hex[:8]}" for i in range(3)]
     yield names
     for name in names:
@@ -190,6 +196,11 @@ def save_on_ranks(rank: int, device: torch.device, names: list[str]) -> list[int
     return [len(list(folder_of(name).rglob("*.safetensors"))) for name in names]
 
 
+def save_in_domains(rank: int, device: torch.device, names: list[str]) -> list[int]:
+    os.environ[DOMAIN_VARIABLE] = "first half" if rank < len(names) / 2 else "second half"
+    return save_on_ranks(rank, device, names)
+
+
 def load_on_ranks(rank: int, device: torch.device, names: list[str]) -> float:
     os.environ[HOST_VARIABLE], os.environ["LOCAL_RANK"] = names[rank], "0"
     connect_host_memory()
@@ -205,3 +216,17 @@ def test_the_ranks_of_fewer_hosts_continue(names: list[str]) -> None:
     lose(names[1])
     want = next(build(5.0)[0].parameters()).detach().flatten()[0].item()
     assert run_ranks(2, load_on_ranks, [names[0], names[2]]) == want
+
+
+def test_a_lost_domain_loses_no_checkpoint(names: list[str]) -> None:
+    names.append(f"host3-{uuid.uuid4().hex[:8]}")
+    assert run_ranks(4, save_in_domains, names) == [2, 2, 2, 2]
+    lose(names[0]), lose(names[1])
+    want = next(build(5.0)[0].parameters()).detach().flatten()[0].item()
+    assert run_ranks(2, load_on_ranks, names[2:]) == want
+
+
+def test_the_ring_alternates_between_domains() -> None:
+    assert alternate_domains({"a": "x", "b": "x", "c": "y", "d": "y"}) == ["a", "c", "b", "d"]
+    assert alternate_domains({"b": "b", "a": "a", "c": "c"}) == ["a", "b", "c"]
+    assert alternate_domains({"a": "x", "b": "x", "c": "x", "d": "y"}) == ["a", "d", "b", "c"]

@@ -1,8 +1,12 @@
 """Checkpoints in the memory of hosts: hostmemory:// URLs, each file on more than one host.
 
 Each host has a process that stores files in memory (`memory_server.py`) and outlives the ranks. A
-rank's shard file is stored on the rank's host and on the next hosts in the order of names. A small
-file, such as a manifest, is stored on all hosts. If a host is lost, copies of its files remain.
+rank's shard file is stored on the rank's host and on the next hosts in a ring, in which neighbours
+are in different failure domains. A small file, such as a manifest, is stored on all hosts. If a
+host is lost, copies of its files remain.
+
+The files are in shared memory, not in pinned memory: a pinned buffer belongs to one process, and
+these files outlive the ranks. `Saver` copies GPU tensors to the host before a file is written.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +40,7 @@ from moecore.io.checkpoint.object_storage import AnyPath
 
 SCHEME = "hostmemory"
 HOST_VARIABLE = "MOECORE_HOST"  # its name, where one machine stands for several hosts
+DOMAIN_VARIABLE = "MOECORE_DOMAIN"  # of hosts that may fail together, such as a rack
 IDLE_SECONDS = 12 * 3600.0
 FINAL = ".safetensors"  # files of ranks, which have a new name in each save and never change
 START_SECONDS = 20.0  # for a server to start
@@ -202,8 +208,10 @@ def connect_host_memory(num_copies: Count = 2) -> None:
 
     Args:
         num_copies: number of hosts that store each file: the host of the rank that wrote the file,
-            and the next hosts in the order of host names. With 2, no file is lost if one host
-            fails, or several hosts fail and no two are neighbours in this order.
+            and the next hosts of the ring. With 2, no file is lost if one host fails, or several
+            hosts fail and no two are neighbours in the ring. The ring alternates between failure
+            domains, which the environment variable MOECORE_DOMAIN names on each host. Without this
+            variable, each host is its own domain.
 
     Raises:
         OSError: if a server does not start.
@@ -215,13 +223,26 @@ def connect_host_memory(num_copies: Count = 2) -> None:
     ip = _find_own_ip()
     is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
     host = run_and_share_errors(lambda: _start_server(name, ip) if is_first else None)
-    by_name = {host.name: host for host in gather_objects(host) if host is not None}
+    domain = os.environ.get(DOMAIN_VARIABLE) or name
+    by_name = {host.name: (host, d) for host, d in gather_objects((host, domain)) if host}
     if name not in by_name:
         raise OSError(f"host {name} has no rank with LOCAL_RANK 0: start the ranks by torchrun")
-    names = sorted(by_name)
+    names = alternate_domains({name: domain for name, (_, domain) in by_name.items()})
     place = names.index(name)
-    ring = tuple(by_name[n] for n in names[place:] + names[:place])
+    ring = tuple(by_name[n][0] for n in names[place:] + names[:place])
     _hosts = _Hosts(ring, num_copies)
+
+
+def alternate_domains(domains: Mapping[str, str]) -> list[str]:
+    """Return the keys, names of hosts, in an order that alternates between their values.
+
+    Example: {"a": "x", "b": "x", "c": "y", "d": "y"} -> ["a", "c", "b", "d"]
+    """
+    numbers, places = Counter[str](), list[tuple[int, str, str]]()
+    for name, domain in sorted(domains.items()):
+        places.append((numbers[domain], domain, name))
+        numbers[domain] += 1
+    return [name for *_, name in sorted(places)]
 
 
 def find_complete(root: AnyPath) -> AnyPath | None:
