@@ -128,11 +128,12 @@ def run_pieces(device: str) -> None:
     indexer = IndexerHeads(half_Td.view(T, 4, 16), half_Td[:, :16], half_Td[:, :4].float())
     scores = compute_span_scores(indexer, SpanOfKeys(0, T, torch.zeros_like(own_T), own_T))
     selected = select_keys(scores, 0, 7)
-    for num_heads, latent_dim, key_dim in ((1, 32, 64), (128, 512, 576)):
+    for num_heads, latent_dim, key_dim in ((1, 32, 64), (128, 512, 576), (64, 512, 512)):
         keys = torch.randn(T, key_dim, device=device, dtype=torch.bfloat16)
         q = torch.randn(T, num_heads, key_dim, device=device, dtype=torch.bfloat16)
         o, lse = attend_to_selected(q, keys, selected, latent_dim, 0.5, None)
-        differentiate_selected(q, keys, selected, o, lse, lse, 0.5, keys.float())
+        args = (q, keys, selected, o, lse, lse, 0.5, keys.float())
+        differentiate_selected(*args, returns_output=key_dim > latent_dim)
     index_of = (index.row_ids_R, index.slots_SK, index.offsets_e[-1])
     views = view_packed_rows(pack_rows(x_TD[:, :64].contiguous()), 64)
     gather_packed_rows(*views, x_TD.dtype, *index_of)

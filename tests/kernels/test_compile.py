@@ -553,12 +553,14 @@ def run_index_scores(heads: int, dim: int) -> None:
     compute_span_scores(index_of, SpanOfKeys(0, 4 * T, own, own))
 
 
-def run_gathered_attention(H: int, dim: int, top_k: int) -> None:
-    """Forward and backward of queries with selected keys, as DeepSeek-V3.2's."""
+def run_gathered_attention(H: int, dim: int, top_k: int, rotary_dim: int = 64) -> None:
+    """Forward and backward of queries with selected keys, as DeepSeek-V3.2's, or V4's."""
     q, keys, selected = bf16(T, H, dim), bf16(4 * T, dim), ints(T, top_k)
-    o, lse = attend_to_selected(q, keys, selected, dim - 64, 0.1, torch.zeros(H))
-    attend_to_selected(q, keys, selected, dim - 64, 0.1, None)
-    differentiate_selected(q, keys, selected, o, lse, lse, 0.1, keys.float())
+    o, lse = attend_to_selected(q, keys, selected, dim - rotary_dim, 0.1, torch.zeros(H))
+    attend_to_selected(q, keys, selected, dim - rotary_dim, 0.1, None)
+    differentiate_selected(
+        *(q, keys, selected, o, lse, lse, 0.1, keys.float()), returns_output=rotary_dim > 0
+    )
 
 
 CASES: dict[str, tuple[Callable[[], None], int]] = {
@@ -581,6 +583,8 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "attention to selected keys": (lambda: run_gathered_attention(128, 576, 2048), 6),
     "attention of 16 heads to selected keys": (lambda: run_gathered_attention(16, 576, 2048), 6),
     "attention of other dims to selected keys": (lambda: run_gathered_attention(96, 320, 300), 6),
+    "attention to compressed keys": (lambda: run_gathered_attention(64, 512, 640, 0), 5),
+    "attention to keys without rotary dims": (lambda: run_gathered_attention(16, 256, 300, 0), 5),
     "index of expert choice": (lambda: run_index(1024, 1024), 5),
     "rows": (run_rows, 2),
     "rows of expert choice": (lambda: run_rows(1024), 2),

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils._pytree import tree_leaves
 
 from moecore.kernels.sparse_attention import (
@@ -148,13 +149,18 @@ def test_of_equal_scores_the_earlier_keys_are_selected() -> None:
     assert select_keys(scores[:, :2], 0, 3).tolist() == [[0, 1, -1], [1, -1, -1], [0, 1, -1]]
 
 
-@pytest.mark.parametrize(("keys", "top_k"), [(1, 1), (40, 64), (300, 64), (5000, 2048)])
+# The last two search lists of about 200 and 3,000 keys, except for rows of equal scores.
+KEYS = [(1, 1), (40, 64), (300, 64), (5000, 64), (9000, 2048)]
+
+
+@pytest.mark.parametrize(("keys", "top_k"), KEYS)
 def test_the_kernel_selects_the_same_keys(keys: int, top_k: int, device: str) -> None:
     g = torch.Generator().manual_seed(keys)
     scores = torch.randn(6, keys, generator=g).relu_() * 3e38 ** torch.linspace(-1, 1, 6)[:, None]
     scores *= torch.where(torch.rand(6, keys, generator=g) < 0.2, -1, 1)  # zeros of both signs
     scores[2, keys // 2 :] = -torch.inf
     scores[3] = -torch.inf
+    scores[4, ::2] = 3.0
     got = select_keys(scores.to(device), 7, top_k)
     assert torch.equal(got.cpu(), select_keys(scores.double(), 7, top_k))  # plain PyTorch
 
@@ -200,6 +206,66 @@ def test_kernels_are_at_most_twice_as_wrong_as_plain_pytorch(
         assert error.norm() <= 2 * of_plain.norm() + 2**-9 * want.norm(), leaf
         error, of_plain, want = (x.view(len(x), -1).norm(dim=1) for x in (error, of_plain, want))
         assert error.max() <= 2 * of_plain.max() + 2**-9 * want.max(), leaf
+
+
+def attend_by_hand(
+    q: Tensor, keys: Tensor, selected: Tensor, sinks: Tensor, do: Tensor
+) -> dict[str, Tensor]:
+    """Return the output of keys that are values, and gradients by their formulas, in fp64."""
+    q, keys, sinks, do = (x.double() for x in (q, keys, sinks, do))
+    seen = torch.zeros(len(q), len(keys) + 1, dtype=torch.bool, device=q.device)
+    seen.scatter_(1, selected.long().where(selected >= 0, len(keys)), True)
+    scores = (SCALE * (q @ keys.T)).masked_fill(~seen[:, None, :-1], -torch.inf)
+    lse = torch.logaddexp(scores.logsumexp(-1), sinks)
+    p = (scores - lse[..., None]).exp()
+    o = p @ keys
+    delta = (do * o).sum(-1)
+    ds = SCALE * p * (do @ keys.T - delta[..., None])
+    dkeys = torch.einsum("ths,thd->sd", ds, q) + torch.einsum("ths,thd->sd", p, do)
+    dsinks = -((sinks - lse).exp() * delta).sum(0)
+    return {"o": o, "q": ds @ keys, "keys": dkeys, "sinks": dsinks}
+
+
+def check_keys_as_values(
+    num_heads: int, dim: int, dtype: torch.dtype, device: str, least: int = 16
+) -> None:
+    """Compare no projections with formulas, and with identities and `least` zeros per key."""
+    g = torch.Generator().manual_seed(0)
+    shapes = (40, num_heads, dim), (90, dim), (num_heads,), (40, num_heads, dim)
+    inputs = [torch.randn(s, generator=g).to(device, dtype) for s in shapes]
+    inputs[0] *= dim**-0.5
+    first, number = torch.arange(40), torch.arange(40) % 21
+    selected = first[:, None] + 2 * torch.arange(21)
+    selected = selected.masked_fill(torch.arange(21) > number[:, None], -1).int().to(device)
+    want = attend_by_hand(*inputs[:2], selected, *inputs[2:])
+    eye = torch.eye(dim, dtype=dtype, device=device).expand(num_heads, -1, -1)
+    places = torch.arange(40, device=device)
+    found = []
+    for pads in (False, True):
+        q, keys, sinks = (x.clone().requires_grad_() for x in inputs[:3])
+        heads = LatentHeads(q, keys)
+        if pads:
+            heads = LatentHeads(*(pad(x, (0, least)) for x in (q, keys)), eye, eye)
+        spans = KeySpans(places, places, 1, 90)
+        o = sparse_attention(heads, spans, scale=SCALE, sinks_H=sinks, selected_tK=selected).o_tHv
+        grads = torch.autograd.grad(o, (q, keys, sinks), inputs[3])
+        found.append(dict(zip(want, (o, *grads), strict=True)))
+    bound = 1e-12 if dtype == torch.float64 else 2**-7 if dtype == torch.bfloat16 else 2**-10
+    for got in found:
+        for name, expected in want.items():
+            error = (got[name].double() - expected).norm()
+            assert error <= bound * expected.norm(), (name, float(error / expected.norm()))
+    for name, expected in found[1].items():
+        assert (found[0][name] - expected).norm() <= bound / 4 * expected.norm(), name
+
+
+@pytest.mark.parametrize("numbers", [1, 2**14, 2**27])  # one query, some, and all in a chunk
+def test_keys_that_are_values_equal_identity_projections(
+    numbers: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "CHUNK_NUMBERS", numbers)
+    for dtype in (torch.float64, torch.float16):
+        check_keys_as_values(3, 32, dtype, device)
 
 
 @pytest.mark.interpret

@@ -18,6 +18,7 @@ from tests.kernels.sparse_attention.test_sparse_attention import (
     DOCUMENTS,
     HOW,
     LEAVES,
+    check_keys_as_values,
     found_by,
     leaves_of,
 )
@@ -115,6 +116,11 @@ def test_bf16_is_at_most_twice_as_wrong_as_dense_attention(
 ) -> None:
     monkeypatch.setitem(globals(), "H", num_heads)
     check_half(tokens, top_k, "cuda")
+
+
+@pytest.mark.parametrize("num_heads", [16, 64, 128])
+def test_keys_that_are_values_equal_identity_projections(num_heads: int) -> None:
+    check_keys_as_values(num_heads, 512, torch.bfloat16, "cuda", least=64)
 
 
 @pytest.mark.parametrize("num_heads", [64, 96])

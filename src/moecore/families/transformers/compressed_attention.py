@@ -28,7 +28,6 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moecore.attention.sequence import Sequence
@@ -40,7 +39,6 @@ from moecore.kernels.sparse_attention import IndexerHeads, LatentHeads, select_i
 
 CLASS = "DeepseekV4Attention"
 ROTARY = "apply_rotary_pos_emb"
-KEY_PADDING = 64  # zeros at the end of keys: the GPU kernels' least number of rotary dims
 
 
 def find_compressed_attention(model: nn.Module) -> list[Any]:
@@ -130,17 +128,8 @@ def _run_compressed_attention(
     keys_Nd = torch.cat((tokens_Nd, compressed_Ed.to(kv_BTd.dtype)))
     longest = sequence.max_seqlen or len(tokens_Nd) // x_BTD.shape[0]
     keys_tK = _list_keys(layer, selected_tK, windows, len(tokens_Nd), longest)
-    # Every head has the same keys, which are its values too.
-    identity_Hdd = torch.eye(d, dtype=q_BTHd.dtype, device=q_BTHd.device).expand(
-        q_BTHd.shape[2], d, d
-    )
     out = attend_sparse(
-        LatentHeads(
-            F.pad(q_BTHd, (0, KEY_PADDING)),
-            F.pad(keys_Nd, (0, KEY_PADDING))[None],
-            identity_Hdd,
-            identity_Hdd,
-        ),
+        LatentHeads(q_BTHd, keys_Nd[None]),
         None,
         Sequence(),  # the keys are those of full rows
         KeyChoice(selected_BTK=keys_tK.unflatten(0, x_BTD.shape[:2])),

@@ -147,6 +147,8 @@ def _split_into_chunks(
 
 def _compute_latent_queries(heads: LatentHeads) -> Tensor:
     """Return queries projected to the dims of latent keys; rotary dims are unchanged."""
+    if heads.up_HnL is None:
+        return heads.q_tHd
     (C, H, _), (_, n, L) = heads.q_tHd.shape, heads.up_HnL.shape
     q_CHl = heads.q_tHd.new_empty(C, H, heads.keys_Nl.shape[1])
     q_CHl[..., L:] = heads.q_tHd[..., n:]
@@ -162,8 +164,8 @@ def _project_heads(x_CHa: Tensor, w_Hab: Tensor, out_CHb: Tensor) -> None:
 def _has_kernels(heads: LatentHeads, selected_tK: Tensor | None, options: _SparseOptions) -> bool:
     """Whether the kernels of `gathered.py` support the call."""
     is_supported = selected_tK is not None and not options.returns_divergences
-    (_, L, _), key_dim = heads.down_HLv.shape, heads.keys_Nl.shape[1]
-    return is_supported and has_gathered_kernels(heads.q_tHd, L, key_dim)
+    key_dim = heads.keys_Nl.shape[1]
+    return is_supported and has_gathered_kernels(heads.q_tHd, heads.latent_dim, key_dim)
 
 
 def _compute_scores(q_CHl: Tensor, rows: Tensor, keys: Keys, scale: float) -> Tensor:
@@ -180,8 +182,8 @@ class _SparseAttention(torch.autograd.Function):
         ctx: Any,
         q: Tensor,
         keys_Nl: Tensor,
-        up: Tensor,
-        down: Tensor,
+        up: Tensor | None,
+        down: Tensor | None,
         q_thi: Tensor,
         k_Ni: Tensor,
         w_th: Tensor,
@@ -191,7 +193,8 @@ class _SparseAttention(torch.autograd.Function):
         options: _SparseOptions,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         heads, index = LatentHeads(q, keys_Nl, up, down), IndexerHeads(q_thi, k_Ni, w_th)
-        (t, H, _), (_, L, v), new_width = q.shape, down.shape, options.width
+        (t, H, _), L, new_width = q.shape, heads.latent_dim, options.width
+        v = L if down is None else down.shape[2]
         wide = torch.promote_types(q.dtype, torch.float32)
         o, lse = q.new_empty(t, H, v), q.new_empty(t, H, dtype=wide)
         kl = q.new_empty(t, dtype=wide) if options.returns_divergences else None
@@ -226,7 +229,10 @@ class _SparseAttention(torch.autograd.Function):
                     lse_CH = torch.logaddexp(lse_CH, sinks.to(wide))
                 p = p.sub_(lse_CH[..., None]).exp_()
                 o_CHL = keys.sum_weighted_rows(p.to(q.dtype), rows[..., :L]).to(q.dtype)
-            _project_heads(o_CHL, down, chunk.slice_queries(o))
+            if down is None:
+                chunk.slice_queries(o).copy_(o_CHL)
+            else:
+                _project_heads(o_CHL, down, chunk.slice_queries(o))
             chunk.slice_queries(lse).copy_(lse_CH)
             if kl is not None:
                 chunk.slice_queries(kl).copy_(
@@ -250,9 +256,9 @@ class _SparseAttention(torch.autograd.Function):
         options, wide = ctx.options, lse.dtype
         if do is None:
             do = torch.zeros_like(o)
-        (_, L, _), n = heads.down_HLv.shape, heads.up_HnL.shape[1]
+        up, down, L = heads.up_HnL, heads.down_HLv, heads.latent_dim
         dq = torch.empty_like(heads.q_tHd)
-        dkeys, dup, ddown = (torch.zeros_like(x, dtype=wide) for x in heads[1:])
+        totals = [torch.zeros_like(x, dtype=wide) for x in heads[1:] if x is not None]
         dindex = None
         if dkl is not None:
             dk_Ni = torch.zeros_like(index.k_Ni, dtype=wide)
@@ -265,8 +271,10 @@ class _SparseAttention(torch.autograd.Function):
         ):
             q_CHl, lse_CH = _compute_latent_queries(chunk.heads), chunk.slice_queries(lse)
             do_CHv, q_CHd = chunk.slice_queries(do), chunk.heads.q_tHd
-            do_CHL = q_CHd.new_empty(*do_CHv.shape[:2], L)
-            _project_heads(do_CHv, heads.down_HLv.mT, do_CHL)
+            do_CHL = do_CHv.contiguous()
+            if down is not None:
+                do_CHL = q_CHd.new_empty(*do_CHv.shape[:2], L)
+                _project_heads(do_CHv, down.mT, do_CHL)
             delta_CH = (do_CHv.to(wide) * chunk.slice_queries(o)).sum(-1)
             if uses_kernels:
                 dq_CHl, o_CHL = differentiate_selected(
@@ -274,7 +282,8 @@ class _SparseAttention(torch.autograd.Function):
                     lse_CH=lse_CH,
                     delta_CH=delta_CH,
                     scale=options.scale,
-                    dkeys_Nl=dkeys,
+                    dkeys_Nl=totals[0],
+                    returns_output=down is not None,
                 )
             else:
                 keys = (
@@ -293,15 +302,21 @@ class _SparseAttention(torch.autograd.Function):
                 ds = dp.sub_(delta_CH[..., None]).mul_(p).mul_(options.scale).to(q_CHd.dtype)
                 p = p.to(q_CHd.dtype)
                 dq_CHl = keys.sum_weighted_rows(ds, rows).to(q_CHd.dtype)
-                o_CHL = keys.sum_weighted_rows(p, rows[..., :L]).to(q_CHd.dtype)
-                keys.add_outer_products(dkeys, (ds, q_CHl), (p, do_CHL))
+                o_CHL = None
+                if down is not None:
+                    o_CHL = keys.sum_weighted_rows(p, rows[..., :L]).to(q_CHd.dtype)
+                keys.add_outer_products(totals[0], (ds, q_CHl), (p, do_CHL))
             dq_CHL, dq_CHd = dq_CHl[..., :L], chunk.slice_queries(dq)
-            _project_heads(dq_CHL, heads.up_HnL.mT, dq_CHd[..., :n])
+            if up is None or o_CHL is None:
+                dq_CHd.copy_(dq_CHl)
+                continue
+            n = up.shape[1]
+            _project_heads(dq_CHL, up.mT, dq_CHd[..., :n])
             dq_CHd[..., n:] = dq_CHl[..., L:]
-            dup += multiply_in_fp32(q_CHd[..., :n].permute(1, 2, 0), dq_CHL.transpose(0, 1))
-            ddown += multiply_in_fp32(o_CHL.permute(1, 2, 0), do_CHv.transpose(0, 1))
-        sums = zip((dkeys, dup, ddown), heads[1:], strict=True)
-        of_heads = (dq, *(d.to(x.dtype) for d, x in sums))
+            totals[1] += multiply_in_fp32(q_CHd[..., :n].permute(1, 2, 0), dq_CHL.transpose(0, 1))
+            totals[2] += multiply_in_fp32(o_CHL.permute(1, 2, 0), do_CHv.transpose(0, 1))
+        of_heads: list[Tensor | None] = [dq, *(total.to(dq.dtype) for total in totals)]
+        of_heads += [None] * (len(heads) - len(of_heads))
         of_index: Any = (None, None, None)
         if dindex is not None:
             of_index = (d.to(x.dtype) for d, x in zip(dindex, index, strict=True))

@@ -22,12 +22,20 @@ from torch import Tensor
 
 
 class LatentHeads(NamedTuple):
-    """Queries, latent keys and up- and down-projections of latent attention (MLA), one dtype."""
+    """Queries, latent keys and up- and down-projections of latent attention (MLA), one dtype.
+
+    Without projections (both None), `keys_Nl` has the keys and values of all heads: d = v = l = L.
+    """
 
     q_tHd: Tensor  # d = n + r, the last r dims rotated by position
     keys_Nl: Tensor  # l = L + r: latents, then rotated keys
-    up_HnL: Tensor
-    down_HLv: Tensor
+    up_HnL: Tensor | None = None
+    down_HLv: Tensor | None = None
+
+    @property
+    def latent_dim(self) -> int:
+        """Return L, the number of dims of a key that are its value too."""
+        return (self.keys_Nl if self.down_HLv is None else self.down_HLv).shape[1]
 
 
 class IndexerHeads(NamedTuple):

@@ -35,10 +35,15 @@ HEADS = 64  # of a program: the least rows of a product on Hopper
 
 def has_gathered_kernels(q_tHd: Tensor, latent_dim: int, key_dim: int) -> bool:
     """Whether kernels for selected keys support the dtype, dims and device."""
-    dims = latent_dim, key_dim - latent_dim
-    min_dims = 32, 16 * cdiv(latent_dim, 128)  # a product has at least 16 columns
-    fit = all(a <= n <= 512 and n & (n - 1) == 0 for a, n in zip(min_dims, dims, strict=True))
+    fit = _is_power_of_2(latent_dim, 32)
+    if key_dim > latent_dim:  # a product has at least 16 columns
+        fit &= _is_power_of_2(key_dim - latent_dim, 16 * cdiv(latent_dim, 128))
     return q_tHd.dtype in (torch.bfloat16, torch.float16) and fit and can_use_kernel(q_tHd)
+
+
+def _is_power_of_2(number: int, least: int) -> bool:
+    """Whether the number is a power of two from `least` to 512."""
+    return least <= number <= 512 and number & (number - 1) == 0
 
 
 @triton.jit
@@ -82,11 +87,13 @@ def _sparse_attention_fwd_kernel(
     query = (tl.program_id(0) // parts).to(tl.int64)
     heads = tl.program_id(0) % parts * BH + tl.arange(0, BH)
     mask = heads < H
-    latent, turned, tile = tl.arange(0, L), tl.arange(0, R), tl.arange(0, BK)
+    latent, tile = tl.arange(0, L), tl.arange(0, BK)
     row = (query * H + heads)[:, None]
     q_row = q_ptr + row * (L + R)
     q_latent = tl.load(q_row + latent[None, :], mask=mask[:, None], other=0.0)
-    q_turned = tl.load(q_row + L + turned[None, :], mask=mask[:, None], other=0.0)
+    if R > 0:
+        turned = tl.arange(0, R)
+        q_turned = tl.load(q_row + L + turned[None, :], mask=mask[:, None], other=0.0)
     factor = scale * 1.4426950408889634
     high = tl.full([BH], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BH], dtype=tl.float32)
@@ -101,8 +108,9 @@ def _sparse_attention_fwd_kernel(
         key = tl.load(selected_ptr + query * K + begin + tile, mask=is_key, other=0).to(tl.int64)
         k_row = keys_ptr + key[:, None] * (L + R)
         k_latent = tl.load(k_row + latent[None, :])
-        k_turned = tl.load(k_row + L + turned[None, :])
-        s = _multiply(q_turned, k_turned.T, WIDEN)  # warps share only the work of the last product
+        s = tl.zeros([BH, BK], dtype=tl.float32)
+        if R > 0:  # before the latents: warps share only the work of the last product
+            s += _multiply(q_turned, tl.load(k_row + L + turned[None, :]).T, WIDEN)
         s += _multiply(q_latent, k_latent.T, WIDEN)
         s = tl.where(is_key[None, :], s * factor, float("-inf"))
         higher = tl.maximum(high, tl.max(s, 1))
@@ -146,7 +154,7 @@ def _sparse_attention_bwd_scores_kernel(
     query = (tl.program_id(0) // (parts * tiles)).to(tl.int64)
     heads = tl.program_id(0) // tiles % parts * BH + tl.arange(0, BH)
     columns = tl.program_id(0) % tiles * BK + tl.arange(0, BK)
-    mask, dims, turned = (heads < H)[:, None], tl.arange(0, BL), tl.arange(0, R)
+    mask, dims = (heads < H)[:, None], tl.arange(0, BL)
     row = (query * H + heads)[:, None]
     key = tl.load(selected_ptr + query * K + columns, mask=columns < K, other=-1)
     is_key = key >= 0
@@ -162,8 +170,10 @@ def _sparse_attention_bwd_scores_kernel(
         do = tl.load(do_ptr + row * L + first + dims[None, :], mask=mask, other=0.0)
         s += _multiply(q, k.T, WIDEN)
         dp += _multiply(do, k.T, WIDEN)
-    q = tl.load(q_row + L + turned[None, :], mask=mask, other=0.0)
-    s += _multiply(q, tl.load(k_row + L + turned[None, :]).T, WIDEN)
+    if R > 0:
+        turned = L + tl.arange(0, R)
+        q = tl.load(q_row + turned[None, :], mask=mask, other=0.0)
+        s += _multiply(q, tl.load(k_row + turned[None, :]).T, WIDEN)
     lse = tl.load(lse_ptr + query * H + heads, mask=heads < H, other=0.0)
     delta = tl.load(delta_ptr + query * H + heads, mask=heads < H, other=0.0)
     p = tl.exp2((s * scale - lse[:, None]) * 1.4426950408889634)
@@ -197,11 +207,12 @@ def _sum_selected_rows_kernel(
     query = (tl.program_id(0) // PARTS).to(tl.int64)
     part, heads, tile = tl.program_id(0) % PARTS, tl.arange(0, BH), tl.arange(0, BK)
     latent = part * (L // PARTS) + tl.arange(0, L // PARTS)
-    turned = L + part * (R // PARTS) + tl.arange(0, R // PARTS)
     row = (query * H + heads)[:, None]
     mask = (heads < H)[:, None]
     latent_sum = tl.zeros([BH, L // PARTS], dtype=tl.float32)
-    turned_sum = tl.zeros([BH, R // PARTS], dtype=tl.float32)
+    if HAS_ROTATED:
+        turned = L + part * (R // PARTS) + tl.arange(0, R // PARTS)
+        turned_sum = tl.zeros([BH, R // PARTS], dtype=tl.float32)
     num_keys = _count_keys(selected_ptr, query, K, LANES)
     for begin in tl.range(0, num_keys, BK, num_stages=STAGES):
         is_key = begin + tile < num_keys
@@ -242,13 +253,14 @@ def _sparse_attention_bwd_k_kernel(
     query = (tl.program_id(0) // PARTS).to(tl.int64)
     part, heads, tile = tl.program_id(0) % PARTS, tl.arange(0, BH), tl.arange(0, BK)
     low = part * (L // PARTS) + tl.arange(0, HALF)[None, :]
-    turned = L + part * (R // PARTS) + tl.arange(0, R // PARTS)[None, :]
     row = (query * H + heads)[:, None]
     mask = (heads < H)[:, None]
     q_row, do_row = q_ptr + row * (L + R), do_ptr + row * L
     q_low = tl.load(q_row + low, mask=mask, other=0.0)
     q_high = tl.load(q_row + low + HALF, mask=mask, other=0.0)
-    q_turned = tl.load(q_row + turned, mask=mask, other=0.0)
+    if R > 0:
+        turned = L + part * (R // PARTS) + tl.arange(0, R // PARTS)[None, :]
+        q_turned = tl.load(q_row + turned, mask=mask, other=0.0)
     do_low = tl.load(do_row + low, mask=mask, other=0.0)
     do_high = tl.load(do_row + low + HALF, mask=mask, other=0.0)
     num_keys = _count_keys(selected_ptr, query, K, LANES)
@@ -263,8 +275,9 @@ def _sparse_attention_bwd_k_kernel(
         tl.atomic_add(out + low, dk, mask=is_key, sem="relaxed")
         dk = _multiply(ds.T, q_high, WIDEN) + _multiply(p.T, do_high, WIDEN)
         tl.atomic_add(out + low + HALF, dk, mask=is_key, sem="relaxed")
-        dk = _multiply(ds.T, q_turned, WIDEN)
-        tl.atomic_add(out + turned, dk, mask=is_key, sem="relaxed")
+        if R > 0:
+            dk = _multiply(ds.T, q_turned, WIDEN)
+            tl.atomic_add(out + turned, dk, mask=is_key, sem="relaxed")
 
 
 def attend_to_selected(
@@ -301,16 +314,19 @@ def differentiate_selected(
     delta_CH: Tensor,
     scale: float,
     dkeys_Nl: Tensor,
-) -> tuple[Tensor, Tensor]:
+    *,
+    returns_output: bool,
+) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of `q_CHl`, and the output; add the keys' gradient to `dkeys_Nl`.
 
-    The output of `attend_to_selected` is recomputed. `dkeys_Nl` is fp32.
+    The output of `attend_to_selected` is recomputed if `returns_output`. `dkeys_Nl` is fp32.
     """
     (C, H, key_dim), (K, L) = q_CHl.shape, (selected_CK.shape[1], do_CHL.shape[2])
     q_CHl, keys_Nl, dq_CHl = q_CHl.contiguous(), keys_Nl.contiguous(), torch.empty_like(q_CHl)
     selected_CK = selected_CK.contiguous()
     P = 128 * cdiv(K, 128)
-    o_CHL, (p_CHP, ds_CHP) = torch.empty_like(do_CHL), q_CHl.new_empty(2, C, H, P)
+    o_CHL = torch.empty_like(do_CHL) if returns_output else None
+    p_CHP, ds_CHP = q_CHl.new_empty(2, C, H, P)
     constants = dict(_list_constants(H, L, key_dim, K), P=P, num_warps=8)
     heads = min(128, max(HEADS, next_power_of_2(H)))
     launch(
@@ -326,12 +342,14 @@ def differentiate_selected(
     parts = cdiv(L, 256)
     constants |= dict(BH=max(HEADS, next_power_of_2(H)), BK=64, PARTS=parts)
     for w_CHP, out in ((p_CHP, o_CHL), (ds_CHP, dq_CHl)):
+        if out is None:
+            continue
         launch(
             _sum_selected_rows_kernel,
             C * parts,
             *(w_CHP, keys_Nl, selected_CK, out),
             **constants,
-            HAS_ROTATED=out is dq_CHl,
+            HAS_ROTATED=out is dq_CHl and key_dim > L,
             STAGES=5,
         )
     args = (ds_CHP, q_CHl, selected_CK, dkeys_Nl, p_CHP, do_CHL)

@@ -12,23 +12,28 @@ from torch import Tensor
 from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.triton_api import async_load, gl, gluon, hopper, thread_barrier
 
-SHAPE = 128, 512, 64  # H, L and R of DeepSeek-V3.2; others were not measured
+# H, L and R of DeepSeek-V3.2 and V4; others were not measured.
+SHAPES = (128, 512, 64), (64, 512, 0), (128, 512, 0)
 
 
 def has_hopper_gathered_kernels(q_CHl: Tensor, latent_dim: int) -> bool:
     """Whether the Hopper kernels support the queries' dtype, heads, dims and device."""
     shape = q_CHl.shape[1], latent_dim, q_CHl.shape[2] - latent_dim
-    return shape == SHAPE and q_CHl.dtype == torch.bfloat16 and has_hopper_kernels(q_CHl.device)
+    return shape in SHAPES and q_CHl.dtype == torch.bfloat16 and has_hopper_kernels(q_CHl.device)
 
 
 @gluon.jit
-def _begin_loading_rows(latent_smem, turned_smem, rows_ptr, ids, layout: gl.constexpr):
-    """Start copies of rows of L + R numbers to two buffers, as one group."""
-    L: gl.constexpr = latent_smem.shape[1]
-    R: gl.constexpr = turned_smem.shape[1]
+def _begin_loading_rows(
+    latents, turned, slot, rows_ptr, ids, R: gl.constexpr, layout: gl.constexpr
+):
+    """Start copies of rows of L + R numbers to a slot of two buffers, as one group."""
+    L: gl.constexpr = latents.shape[2]
     row = rows_ptr + (ids.to(gl.int64) * (L + R))[:, None]
-    async_load(latent_smem, row + gl.arange(0, L, gl.SliceLayout(0, layout))[None, :])
-    async_load(turned_smem, row + L + gl.arange(0, R, gl.SliceLayout(0, layout))[None, :])
+    dims = gl.arange(0, L, gl.SliceLayout(0, layout))[None, :]
+    async_load(latents.index(slot), row + dims)
+    if R > 0:
+        dims = L + gl.arange(0, R, gl.SliceLayout(0, layout))[None, :]
+        async_load(turned.index(slot), row + dims)
     hopper.async_copy.commit_group()
 
 
@@ -70,14 +75,14 @@ def sm90_sparse_attention_fwd_kernel(
     lanes = gl.arange(0, LANES, gl.BlockedLayout([4], [32], [8], [0]))
     selected = gl.load(selected_ptr + lanes, mask=lanes < K, other=-1)
     num_keys = gl.sum((selected >= 0).to(gl.int32), 0)
-    q_latent = gl.allocate_shared_memory(dtype, [BH, L], shared)
-    q_turned = gl.allocate_shared_memory(dtype, [BH, R], shared)
+    q_latent = gl.allocate_shared_memory(dtype, [1, BH, L], shared)
     k_latent = gl.allocate_shared_memory(dtype, [2, BK, L], shared)
-    k_turned = gl.allocate_shared_memory(dtype, [2, BK, R], shared)
+    q_turned = gl.allocate_shared_memory(dtype, [1, BH, R], shared) if R > 0 else q_latent
+    k_turned = gl.allocate_shared_memory(dtype, [2, BK, R], shared) if R > 0 else k_latent
     row_ids = query * H + first_head + gl.arange(0, BH, gl.SliceLayout(1, layout))
-    _begin_loading_rows(q_latent, q_turned, q_ptr, row_ids, layout)
+    _begin_loading_rows(q_latent, q_turned, 0, q_ptr, row_ids, R, layout)
     ids = _load_ids(selected_ptr, 0, num_keys, BK, layout)
-    _begin_loading_rows(k_latent.index(0), k_turned.index(0), keys_ptr, ids, layout)
+    _begin_loading_rows(k_latent, k_turned, 0, keys_ptr, ids, R, layout)
     ids = _load_ids(selected_ptr, BK, num_keys, BK, layout)
     heads = first_head + gl.arange(0, BH, gl.SliceLayout(1, s_layout))
     tile = gl.arange(0, BK, gl.SliceLayout(0, s_layout))
@@ -93,16 +98,16 @@ def sm90_sparse_attention_fwd_kernel(
         hopper.async_copy.wait_group(0)
         hopper.fence_async_shared()
         thread_barrier()
-        k = k_latent.index(slot)
-        k_T, turned_T = k.permute((1, 0)), k_turned.index(slot).permute((1, 0))
+        k, q = k_latent.index(slot), q_latent.index(0)
         s = gl.zeros([BH, BK], gl.float32, s_layout)
-        s = hopper.warpgroup_mma(q_latent, k_T, s, use_acc=False, is_async=True)
-        s = hopper.warpgroup_mma(q_turned, turned_T, s, is_async=True)
-        acc = hopper.warpgroup_mma_wait(2, deps=(acc,))
+        s = hopper.warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
+        if R > 0:
+            k_T = k_turned.index(slot).permute((1, 0))
+            s = hopper.warpgroup_mma(q_turned.index(0), k_T, s, is_async=True)
+        acc = hopper.warpgroup_mma_wait(2 if R > 0 else 1, deps=(acc,))
         thread_barrier()  # both warp groups have read the other buffer
         if begin + BK < num_keys:
-            other = 1 - slot
-            _begin_loading_rows(k_latent.index(other), k_turned.index(other), keys_ptr, ids, layout)
+            _begin_loading_rows(k_latent, k_turned, 1 - slot, keys_ptr, ids, R, layout)
         ids = _load_ids(selected_ptr, begin + 2 * BK, num_keys, BK, layout)
         s = hopper.warpgroup_mma_wait(0, deps=(s,))
         s = gl.where((begin + tile < num_keys)[None, :], s * factor, float("-inf"))
@@ -171,7 +176,6 @@ def sm90_sparse_attention_bwd_k_kernel(
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     thin: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0])
     latent_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, LATENT // 2, 16])
-    turned_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, TURNED // 2, 16])
     ids_layout: gl.constexpr = gl.SliceLayout(1, latent_layout)
     # Four numbers per thread, which lanes of a warp exchange from `latent_layout`.
     vector: gl.constexpr = gl.DistributedLinearLayout(
@@ -184,7 +188,6 @@ def sm90_sparse_attention_bwd_k_kernel(
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     query = (gl.program_id(0) // PARTS).to(gl.int64)
     first = gl.program_id(0) % PARTS * LATENT
-    first_turned = L + gl.program_id(0) % PARTS * TURNED
     selected_ptr += query * K
     p_ptr += query * H * P
     ds_ptr += query * H * P
@@ -192,14 +195,20 @@ def sm90_sparse_attention_bwd_k_kernel(
     ds_smem = gl.allocate_shared_memory(dtype, [2, H, BK], shared)
     q = gl.allocate_shared_memory(dtype, [H, LATENT], shared)
     do = gl.allocate_shared_memory(dtype, [H, LATENT], shared)
-    q_turned = gl.allocate_shared_memory(dtype, [H, TURNED], gl.NVMMASharedLayout(64, 16))
     row = (query * H + gl.arange(0, H, gl.SliceLayout(1, layout)))[:, None]
     dims = first + gl.arange(0, LATENT, gl.SliceLayout(0, layout))[None, :]
     async_load(q, q_ptr + row * (L + R) + dims)
     async_load(do, do_ptr + row * L + dims)
-    row = (query * H + gl.arange(0, H, gl.SliceLayout(1, thin)))[:, None]
-    dims = first_turned + gl.arange(0, TURNED, gl.SliceLayout(0, thin))[None, :]
-    async_load(q_turned, q_ptr + row * (L + R) + dims)
+    if R > 0:
+        first_turned = L + gl.program_id(0) % PARTS * TURNED
+        turned_layout: gl.constexpr = gl.NVMMADistributedLayout(
+            [3, 0], [4, 2], [16, TURNED // 2, 16]
+        )
+        dturned = gl.zeros([BK, TURNED], gl.float32, turned_layout)
+        q_turned = gl.allocate_shared_memory(dtype, [H, TURNED], gl.NVMMASharedLayout(64, 16))
+        row = (query * H + gl.arange(0, H, gl.SliceLayout(1, thin)))[:, None]
+        dims = first_turned + gl.arange(0, TURNED, gl.SliceLayout(0, thin))[None, :]
+        async_load(q_turned, q_ptr + row * (L + R) + dims)
     lanes = gl.arange(0, LANES, gl.BlockedLayout([4], [32], [8], [0]))
     selected = gl.load(selected_ptr + lanes, mask=lanes < K, other=-1)
     num_keys = gl.sum((selected >= 0).to(gl.int32), 0)
@@ -210,7 +219,6 @@ def sm90_sparse_attention_bwd_k_kernel(
     ids = gl.zeros([BK], gl.int32, ids_layout)  # of the tile before
     is_key = tile < 0
     dlatent = gl.zeros([BK, LATENT], gl.float32, latent_layout)
-    dturned = gl.zeros([BK, TURNED], gl.float32, turned_layout)
     for begin in range(0, num_keys, BK):
         slot = begin // BK % 2
         hopper.async_copy.wait_group(1)
@@ -219,18 +227,23 @@ def sm90_sparse_attention_bwd_k_kernel(
         p_buffer, ds_buffer = p_smem.index(slot), ds_smem.index(slot)
         p_T, ds_T = p_buffer.permute((1, 0)), ds_buffer.permute((1, 0))
         latent = gl.zeros([BK, LATENT], gl.float32, latent_layout)
-        turned = gl.zeros([BK, TURNED], gl.float32, turned_layout)
         latent = hopper.warpgroup_mma(ds_T, q, latent, use_acc=False, is_async=True)
         latent = hopper.warpgroup_mma(p_T, do, latent, is_async=True)
-        turned = hopper.warpgroup_mma(ds_T, q_turned, turned, use_acc=False, is_async=True)
+        if R > 0:
+            turned = gl.zeros([BK, TURNED], gl.float32, turned_layout)
+            turned = hopper.warpgroup_mma(ds_T, q_turned, turned, use_acc=False, is_async=True)
+            _add_to_keys(dkeys_ptr, dturned, ids, is_key, first_turned, L + R, None)
         _add_to_keys(dkeys_ptr, dlatent, ids, is_key, first, L + R, vector)
-        _add_to_keys(dkeys_ptr, dturned, ids, is_key, first_turned, L + R, None)
         is_key = begin + tile < num_keys
         ids = gl.load(selected_ptr + begin + tile, mask=is_key, other=0)
-        dlatent, dturned = hopper.warpgroup_mma_wait(0, deps=(latent, turned))
+        if R > 0:
+            dlatent, dturned = hopper.warpgroup_mma_wait(0, deps=(latent, turned))
+        else:
+            dlatent = hopper.warpgroup_mma_wait(0, deps=(latent,))
         thread_barrier()  # both warp groups have read the buffer
         first_key = gl.minimum(begin + 2 * BK, P - BK)  # the last tiles are read once more
         _begin_loading_scores(p_buffer, ds_buffer, p_ptr, ds_ptr, first_key, H, P)
     _add_to_keys(dkeys_ptr, dlatent, ids, is_key, first, L + R, vector)
-    _add_to_keys(dkeys_ptr, dturned, ids, is_key, first_turned, L + R, None)
+    if R > 0:
+        _add_to_keys(dkeys_ptr, dturned, ids, is_key, first_turned, L + R, None)
     hopper.async_copy.wait_group(0)
