@@ -5,15 +5,8 @@
 The kernel of `compute_span_scores` sums over heads in registers and writes only [C, S] numbers. It
 reads its keys once, and the queries of all heads from the L2 cache. It computes 2 C S h i FLOPs.
 Tiles outside all spans are filled without a product. Plain PyTorch writes and reads C S h numbers.
-
-The kernel of `select_keys` reads a long row twice:
-
-1. It splits the row into 4,096 groups of columns. At least K scores reach the K-th largest of the
-   maxima of groups, which is therefore a lower bound of the smallest selected score.
-2. It lists the columns of the scores that reach the bound. Random rows have about 1.4 K of them.
-
-Then it searches the smallest selected score among the listed columns by 8 bits at a time. The
-search reads the full row if more than 2 K columns reach the bound, for example with equal scores.
+The kernel of `select_keys` finds the smallest selected score by 8 bits at a time: it reads a row
+five times and writes only its keys.
 
 Legend: C queries of a chunk, S keys of a span, N keys, K keys that a query reads, h heads, i dims.
 """
@@ -50,8 +43,7 @@ def select_keys(scores_CS: Tensor, first_key: int, top_k: int) -> Tensor:
     if scores_CS.dtype == torch.float32 and can_use_kernel(scores_CS):
         out = torch.empty(C, top_k, dtype=torch.int32, device=scores_CS.device)
         block = min(4096, max(256, next_power_of_2(S)))
-        listed = out.new_empty(C, 2 * top_k)
-        args = scores_CS.contiguous(), listed, out, S, first_key, top_k
+        args = scores_CS.contiguous(), out, S, first_key, top_k
         launch(_select_keys_kernel, C, *args, BLOCK=block, num_warps=8)
         return out
     is_choice_CS = scores_CS > -torch.inf
@@ -183,65 +175,9 @@ def _load_ordered(row_ptr, columns, S):
     return ordered, scores > float("-inf")
 
 
-@triton.jit
-def _find_digit(counts, remaining):
-    """Return the digit of the number `remaining` from the top, and its place among equal digits.
-
-    `counts` has the numbers per digit.
-    """
-    bins = tl.arange(0, 256)
-    suffix_sums = tl.cumsum(counts, 0, reverse=True)
-    digit = tl.max(tl.where(suffix_sums >= remaining, bins, 0), 0)
-    return digit, remaining - tl.sum(tl.where(bins > digit, counts, 0), 0)
-
-
-@triton.jit
-def _find_lower_bound(row_ptr, S, top_k, BLOCK: tl.constexpr):
-    """Return a number that at least top_k ordered scores reach; 0 if too few are known."""
-    highest = tl.zeros([BLOCK], dtype=tl.uint32)  # of the columns that differ by BLOCK
-    for begin in range(0, S, BLOCK):
-        ordered, is_choice = _load_ordered(row_ptr, begin + tl.arange(0, BLOCK), S)
-        highest = tl.maximum(highest, tl.where(is_choice, ordered, 0))
-    bound = tl.full([], 0, dtype=tl.uint32)
-    remaining = tl.full([], 0, dtype=tl.int32) + top_k
-    for step in tl.static_range(2):  # its first 16 bits: more would not shorten the list
-        is_choice = highest > 0
-        if step > 0:
-            is_choice &= (highest >> 24) == (bound >> 24)
-        digits = ((highest >> (24 - 8 * step)) & 255).to(tl.int32)
-        counts = tl.histogram(digits, 256, mask=is_choice)
-        digit, remaining = _find_digit(counts, remaining)
-        bound |= digit.to(tl.uint32) << (24 - 8 * step)
-    return bound
-
-
-@triton.jit
-def _list_columns(row_ptr, listed_row, S, bound, capacity, BLOCK: tl.constexpr):
-    """Write the columns of ordered scores >= bound, and return their number, even > capacity."""
-    number = tl.full([], 0, dtype=tl.int32)
-    for begin in range(0, S, BLOCK):
-        columns = begin + tl.arange(0, BLOCK)
-        ordered, is_choice = _load_ordered(row_ptr, columns, S)
-        is_choice &= ordered >= bound
-        places = number + tl.cumsum(is_choice.to(tl.int32), 0) - 1
-        tl.store(listed_row + places, columns, mask=is_choice & (places < capacity))
-        number += tl.sum(is_choice.to(tl.int32), 0)
-    tl.debug_barrier()  # other threads read the list
-    return number
-
-
-@triton.jit
-def _load_columns(listed_row, places, number, S):
-    """Return columns of a list of `number` columns, S after its end; S of them are all columns."""
-    mask = (places < number) & (number < S)
-    columns = tl.load(listed_row + places, mask=mask, other=S)
-    return tl.where(number < S, columns, places)
-
-
 @triton.jit(do_not_specialize=["S", "first_key"])
 def _select_keys_kernel(
     scores_ptr,  # [C, S] fp32
-    listed_ptr,  # [C, 2 * top_k] int32, for temporary values
     out_ptr,  # [C, top_k] int32
     S,
     first_key,
@@ -251,19 +187,13 @@ def _select_keys_kernel(
     """Write the keys with the top_k largest scores of one row: a radix search of the cutoff."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr, out_row = scores_ptr + row * S, out_ptr + row * top_k
-    listed_row, block = listed_ptr + row * 2 * top_k, tl.arange(0, BLOCK)
-    number = tl.full([], 0, dtype=tl.int32) + S  # of the columns that are searched
-    if tl.maximum(BLOCK, 2 * top_k) < S:
-        bound = _find_lower_bound(row_ptr, S, top_k, BLOCK)
-        listed = _list_columns(row_ptr, listed_row, S, bound, 2 * top_k, BLOCK)
-        number = tl.where(listed <= 2 * top_k, listed, number)
+    block, bins = tl.arange(0, BLOCK), tl.arange(0, 256)
     cutoff = tl.full([], 0, dtype=tl.uint32)  # its leading digits, of 8 bits each
     remaining = tl.full([], 0, dtype=tl.int32) + top_k  # keys to select among equal digits
     for step in tl.static_range(4):
         counts = tl.zeros([256], dtype=tl.int32)
-        for begin in range(0, number, BLOCK):
-            columns = _load_columns(listed_row, begin + block, number, S)
-            ordered, is_choice = _load_ordered(row_ptr, columns, S)
+        for begin in range(0, S, BLOCK):
+            ordered, is_choice = _load_ordered(row_ptr, begin + block, S)
             if step > 0:
                 is_choice &= (ordered >> (32 - 8 * step)) == (cutoff >> (32 - 8 * step))
             digits = ((ordered >> (24 - 8 * step)) & 255).to(tl.int32)
@@ -271,17 +201,18 @@ def _select_keys_kernel(
                 counts += tl.histogram(digits, 256, mask=is_choice)
         if step == 0:
             remaining = tl.minimum(remaining, tl.sum(counts, 0))
-        digit, remaining = _find_digit(counts, remaining)
+        suffix_sums = tl.cumsum(counts, 0, reverse=True)
+        digit = tl.max(tl.where(suffix_sums >= remaining, bins, 0), 0)
+        remaining -= tl.sum(tl.where(bins > digit, counts, 0), 0)
         cutoff |= digit.to(tl.uint32) << (24 - 8 * step)
     num_selected = tl.full([], 0, dtype=tl.int32)
-    for begin in range(0, number, BLOCK):
-        columns = _load_columns(listed_row, begin + block, number, S)
-        ordered, is_choice = _load_ordered(row_ptr, columns, S)
+    for begin in range(0, S, BLOCK):
+        ordered, is_choice = _load_ordered(row_ptr, begin + block, S)
         is_equal = (is_choice & (ordered == cutoff)).to(tl.int32)
         is_first = (is_equal > 0) & (tl.cumsum(is_equal, 0) <= remaining)
         selected = (is_choice & (ordered > cutoff)) | is_first
         places = num_selected + tl.cumsum(selected.to(tl.int32), 0) - 1
-        keys = (first_key + columns).to(tl.int32)
+        keys = (first_key + begin + block).to(tl.int32)
         tl.store(out_row + places, keys, mask=selected)
         num_selected += tl.sum(selected.to(tl.int32), 0)
         remaining -= tl.sum(is_first.to(tl.int32), 0)
