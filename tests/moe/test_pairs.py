@@ -190,7 +190,7 @@ def both(device: torch.device, **case: Any) -> tuple[list[str], dict[bool, list[
     model, step = make(device, **case)
     found, events = {}, {}
     for beside in (True, False):
-        with recorded() as events[beside]:
+        with recorded(model) as events[beside]:
             found[beside] = run(model, step, beside=beside, layout=case.get("layout", ""))
     ours, wanted = found[True], found[False]
     assert ours.keys() == wanted.keys() and len(ours) > 10
@@ -198,8 +198,11 @@ def both(device: torch.device, **case: Any) -> tuple[list[str], dict[bool, list[
 
 
 @contextmanager
-def recorded() -> Iterator[list[Event]]:
-    """Record collectives: who ("forward" or "backward"), what, and the shape that comes."""
+def recorded(model: nn.Module) -> Iterator[list[Event]]:
+    """Record collectives and starts of attentions' backwards: who, what, and the shape that comes.
+
+    Who is "forward" or "backward".
+    """
     events: list[Event] = []
     all_to_all, gather, reduce = (
         dist.all_to_all_single,
@@ -226,12 +229,20 @@ def recorded() -> Iterator[list[Event]]:
 
         return call
 
+    def watch(_module: nn.Module, _inputs: Any, out: Any) -> None:
+        if isinstance(out, Tensor):  # transformers' are tuples
+            out.register_hook(partial(note, "attention"))
+
+    attentions = (m for name, m in model.named_modules() if name.endswith("self_attn"))
+    hooks = [module.register_forward_hook(watch) for module in attentions]
     with (
         patch.object(dist, "all_to_all_single", exchange),
         patch.object(PackedTransport, "all_gather", units("gather", gather)),
         patch.object(PackedTransport, "reduce_scatter", units("reduce", reduce)),
     ):
         yield events
+    for hook in hooks:
+        hook.remove()
 
 
 class _Work:
@@ -394,11 +405,12 @@ def test_exchanges_run_beside_the_other_side(found: dict[str, Any]) -> None:
 
 
 def test_what_was_counted_starts_before_the_other_side_exchanges(found: dict[str, Any]) -> None:
-    """The host waits for counts behind a part of the other side, which has started nothing."""
+    """Nor has the other side launched the backward of an attention, which hides the rows."""
     kinds = [event for event in found["order"]["staying"][0][True] if event[1] != "wait"]
     after = [now for before, now in itertools.pairwise(kinds) if before == ("forward", "counts")]
     assert after.count(("forward", "start")) == CONFIG.num_layers * (N - 1)
     assert set(after) == {("forward", "start"), ("forward", "exchange")}
+    assert kinds.count(("backward", "attention")) == CONFIG.num_layers * N
 
 
 def test_without_exchanges_the_backward_follows_the_forward() -> None:

@@ -10,13 +10,14 @@ during the exchange. The first side waits for its exchange after the baton has r
 ends, the other side holds the baton until its own end.
 
 A side whose host needs numbers of other ranks (`read_numbers`) hands the baton over too. It gets
-the baton back before the other side starts its next exchange. The device therefore computes while
-the host waits. The next exchange starts during that compute, on a stream that does not wait for it
-(`early_launch`).
+the baton back when the other side's backward leaves an MoE layer (`give_back_at_gradient`), or
+before the other side starts its next exchange. The device therefore computes while the host waits.
+The next exchange starts during that compute, on a stream that does not wait for it. The other side
+launches the rest of its compute after this start, so that a slow host does not delay the exchange.
 
-The baton is handed over only at exchanges and at `read_numbers`. The order of all collectives
-therefore depends only on the two calls, never on time: ranks that run the same pairs have the same
-order.
+The baton is handed over only at exchanges, at `read_numbers` and at gradients of layers' inputs.
+The order of all collectives therefore depends only on the two calls, never on time: ranks that run
+the same pairs have the same order.
 """
 
 from __future__ import annotations
@@ -95,6 +96,15 @@ class Pairs:
             set_rng_states(rng_states)
             return value
 
+    def give_back_at_gradient(self, x: Tensor) -> None:
+        """When the gradient of `x` arrives, let a thread that has yielded early run."""
+        if x.requires_grad and not torch.compiler.is_compiling():
+            x.register_hook(self._give_back_baton)
+
+    def _give_back_baton(self, _: Tensor) -> None:
+        if self._pair is not None:
+            self._pair.give_back_baton()
+
     @contextmanager
     def launch_on_side_stream(self, *, waits_for_current: bool = False) -> Iterator[None]:
         """Return a context on a side stream, which waits for the current if `waits_for_current`."""
@@ -116,7 +126,7 @@ class _Side:
 
     def __init__(self, *, is_backward: bool) -> None:
         self.is_backward, self.is_running = is_backward, True
-        self.is_early = False  # whether it gets the baton before the other side starts an exchange
+        self.is_early = False  # whether the other side's `give_back_baton` gives it the baton
         self.turn = Lock()  # the other side releases it to give this side the baton
         self.turn.acquire()
 
@@ -163,12 +173,12 @@ class _Pair:
             self._end_side(side)
 
     def give_back_baton(self) -> None:
-        """If the other thread has yielded early, let it run before this thread's next exchange."""
+        """If the other thread has yielded early, let it run until it has started an exchange."""
         if self._other[self._holder].is_early:
             self.hand_over_baton()
 
     def hand_over_baton(self, *, is_early: bool = False) -> None:
-        """Let the other thread run until it yields or ends, or early, to its next exchange."""
+        """Let the other thread run until it yields or ends; `is_early`: until it gives back."""
         side = self._holder
         other = self._other[side]
         with self._state_lock:

@@ -95,6 +95,7 @@ class TokenExchange:
         # rows after the sent rows are uninitialised and not read.
         token_ids_M, slots_TG, counts_G3 = send_order
         if pairs is not None:
+            pairs.give_back_at_gradient(x_TD)
             send_rows = self._gather_send_rows(x_TD, routing, token_ids_M, slots_TG)
         if x_TD.is_meta:
             send_splits = receive_splits = [balanced_counts[0]] * self.group.size()
