@@ -326,7 +326,7 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
         sdc_metrics = job.check_replays(step, num_labels, batch)
         loss = job.forward_backward(num_labels, batch)
     with measure(OPTIMIZER):  # moves the expert biases, too; a nan skips it everywhere
-        result = job.owner.finish()
+        result = job.finish_step()
     orders = job.moves.orders  # of this step
     lines = job.moves.end_step(step, job, result.metrics.tokens_per_expert)
     dist.all_reduce(loss)
