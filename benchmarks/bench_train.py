@@ -349,6 +349,7 @@ def describe_run(
         **list_options(job.args, config, routing),
         "optimizer": optimizer.optimizer,
         "moment_dtype": optimizer.moment_dtype,
+        "qk_clip": job.args.qk_clip,
         "ep": job.meshes.parallel.ep,
         "tokens_per_step": _count_tokens(job.shape),
         "step_ms": step_s * 1e3,

@@ -24,6 +24,8 @@ from moecore.recipes.loop import print_on_rank_0
 from moecore.recipes.metrics import Metrics, compute_padding_and_mfu
 from moecore.recipes.report import EXPORT, SAMPLES
 from moecore.recipes.schedule import is_due
+from moecore.train import QKClip
+from moecore.train.step_result import StepResult
 
 
 @dataclass(kw_only=True)
@@ -34,6 +36,7 @@ class CorpusTraining(TextTraining):
     tokenizer: Tokenizer
     validation: dict[str, StepBatch | ScheduledBatch]  # this data rank's, by name of the set
     bad_lines: int  # number of lines that the sources leave out
+    qk_clip: QKClip | None = None
 
     chosen_by = "--data, --seq-len, --seed, --cp and the options of [corpus]"
 
@@ -67,6 +70,13 @@ class CorpusTraining(TextTraining):
     def compute_metrics(self, counts: list[int], seconds: float) -> Metrics:
         """Return "padding_share", and "mfu" if the device's peak TFLOP/s is known."""
         return compute_padding_and_mfu(counts, seconds, self.model.config, self.peak_tflops)
+
+    def finish_step(self) -> StepResult:
+        """Update the weights, and with --qk-clip scale queries and keys."""
+        result = super().finish_step()
+        if self.qk_clip is not None:
+            self.qk_clip.step(is_skipped=result.is_skipped)
+        return result
 
     def evaluate(self) -> Metrics:
         """Return "eval_loss/NAME" of each set, in nats per label, and "eval_loss". Collective."""

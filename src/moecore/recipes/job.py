@@ -31,6 +31,7 @@ from moecore.recipes.sdc import SDCCheck
 from moecore.recipes.stragglers import Stragglers
 from moecore.train.loss_scale import DynamicLossScale
 from moecore.train.step import TrainStep
+from moecore.train.step_result import StepResult
 
 
 class StepData(Protocol):
@@ -137,6 +138,10 @@ class TrainingJob(ABC, Generic[BatchT]):
         The mean is the sum of all ranks' parts, divided by the number of ranks with the same batch.
         `num_labels` is the number of labels in the loss over all data ranks, at least 1.
         """
+
+    def finish_step(self) -> StepResult:
+        """Clip gradients and update the weights after the last backward of a step."""
+        return self.owner.finish()
 
     def evaluate(self) -> Metrics:
         """Return metrics of the evaluation data, such as "eval_loss". Synchronizes the device."""

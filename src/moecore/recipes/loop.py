@@ -329,7 +329,7 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
         sdc_metrics = job.check_replays(step, num_labels, batch)
         loss = job.forward_backward(num_labels, batch)
     with measure(OPTIMIZER):  # moves the expert biases, too; a nan skips it everywhere
-        result = replace(job.owner.finish(), lr=lr)  # without the factors of the first group
+        result = replace(job.finish_step(), lr=lr)  # without the factors of the first group
     orders = job.moves.orders  # of this step
     lines = job.moves.end_step(step, job, result.metrics.tokens_per_expert)
     dist.all_reduce(loss)

@@ -53,7 +53,7 @@ from moecore.recipes.parser import parse
 from moecore.recipes.report import make_run_dir
 from moecore.recipes.schedule import BatchRamp, LearningRateSchedule, plan_stages
 from moecore.recipes.sdc import SDCOptions
-from moecore.train import materialize
+from moecore.train import QKClip, materialize
 from moecore.train.optim.width import WidthRates, width_rates
 
 FIELDS_OF_RUN = "row_tokens", "multiple", "vocab_size", "seed"  # of [corpus], which the run sets
@@ -77,6 +77,7 @@ class PretrainConfig(ShardedConfig):
         eval_rows: rows of each validation set over all ranks.
         hf_config: config.json, model directory or name of the hub, in place of a preset.
         embedding_std: standard deviation of initial embeddings that are not tied.
+        qk_clip: largest attention logit, see `QKClip`; None = no limit.
         corpus: how documents are packed into rows.
         rotary: rotary embedding for longer sequences.
         batch: growth of the batch at the beginning of the run.
@@ -101,6 +102,7 @@ class PretrainConfig(ShardedConfig):
     eval_rows: Count = 64
     hf_config: Path | None = None
     embedding_std: Positive = 1.0
+    qk_clip: Positive | None = None
     run_dir: Path = Path("runs/pretrained")
     batch_size: Count = 8
     seq_len: Count = 256
@@ -199,6 +201,7 @@ def build_job(args: PretrainConfig) -> CorpusTraining:
         facts={"--tokenizer": args.tokenizer},
         batches=batches,
         tokenizer=tokenizer,
+        qk_clip=None if args.qk_clip is None else QKClip(model, args.qk_clip),
         bad_lines=sum(getattr(source.documents, "num_invalid", 0) for source in sources),
         validation={
             source.name: steps([source], fixed, eval_shape, workers=0).next_batch()
