@@ -51,7 +51,7 @@ def attend_sparse(
     """
     dtype = get_autocast_dtype(heads.q_tHd)
     if dtype is not None:  # as products do
-        heads = LatentHeads._make(None if x is None else x.to(dtype) for x in heads)
+        heads = LatentHeads(*(None if x is None else x.to(dtype) for x in heads))
     B, T = heads.q_tHd.shape[:2]
     keys_Nl = gather_keys(heads.keys_Nl, sequence)
     flat = heads._replace(q_tHd=heads.q_tHd.flatten(0, 1), keys_Nl=keys_Nl)

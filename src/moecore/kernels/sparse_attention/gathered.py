@@ -41,9 +41,9 @@ def has_gathered_kernels(q_tHd: Tensor, latent_dim: int, key_dim: int) -> bool:
     return q_tHd.dtype in (torch.bfloat16, torch.float16) and fit and can_use_kernel(q_tHd)
 
 
-def _is_power_of_2(number: int, least: int) -> bool:
-    """Whether the number is a power of two from `least` to 512."""
-    return least <= number <= 512 and number & (number - 1) == 0
+def _is_power_of_2(number: int, minimum: int) -> bool:
+    """Whether the number is a power of two from `minimum` to 512."""
+    return minimum <= number <= 512 and number & (number - 1) == 0
 
 
 @triton.jit
