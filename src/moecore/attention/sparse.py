@@ -51,7 +51,8 @@ def attend_sparse(
     """
     dtype = get_autocast_dtype(heads.q_tHd)
     if dtype is not None:  # as products do
-        heads = LatentHeads(*(None if x is None else x.to(dtype) for x in heads))
+        projections = (None if x is None else x.to(dtype) for x in heads[2:])
+        heads = LatentHeads(heads.q_tHd.to(dtype), heads.keys_Nl.to(dtype), *projections)
     B, T = heads.q_tHd.shape[:2]
     keys_Nl = gather_keys(heads.keys_Nl, sequence)
     flat = heads._replace(q_tHd=heads.q_tHd.flatten(0, 1), keys_Nl=keys_Nl)
