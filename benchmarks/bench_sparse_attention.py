@@ -1,4 +1,4 @@
-"""A sparse attention layer of DeepSeek-V3.2's sizes, forward and backward, in milliseconds and GiB.
+"""A sparse attention layer of DeepSeek-V3.2 or V4, forward and backward, in milliseconds and GiB.
 
     python -m benchmarks.bench_sparse_attention
     torchrun --nproc-per-node 2 -m benchmarks.bench_sparse_attention --variants sparse
@@ -8,6 +8,8 @@
     all, learning      the warm-up of the indexer: attention to all keys, in chunks
     eager              transformers' own, with scores and a mask of all pairs
     dense              DeepSeek-V3's layer, which has no indexer, by torch's fused attention
+    windows of 4       DeepSeek-V4's layer with a compressed key per 4 tokens and an indexer
+    windows of 128     DeepSeek-V4's layer with a compressed key per 128 tokens
 
 One row of one document. Under torchrun the variants before "eager" also run over context parallel
 ranks, beside each GPU with the whole row. Calls alternate. A time is the median over rounds; a peak
@@ -32,6 +34,7 @@ from benchmarks.records import append_rows, results_path
 from moecore.attention.context_parallel.local_tokens import ContextParallel, LocalTokens
 from moecore.attention.sequence import Sequence
 from moecore.base.options.indexer import IndexerConfig
+from moecore.families.transformers.compressed_attention import use_compressed_attention
 from moecore.families.transformers.linear_attention import SEQUENCE
 from moecore.families.transformers.sparse_attention import add_indexer_losses, use_sparse_attention
 
@@ -47,7 +50,12 @@ SMALL = dict(
     v_head_dim=16,
 )
 SMALL_INDEXER = dict(index_n_heads=4, index_head_dim=16, index_topk=16)
-VARIANTS = ("sparse", "sparse, learning", "all, learning", "eager", "dense")
+SMALL_V4 = dict(hidden_size=64, num_attention_heads=4, q_lora_rank=32, o_lora_rank=16)
+WINDOWS = {
+    "windows of 4": "compressed_sparse_attention",
+    "windows of 128": "heavily_compressed_attention",
+}
+VARIANTS = ("sparse", "sparse, learning", "all, learning", "eager", "dense", *WINDOWS)
 Call = Callable[[], Any]
 
 
@@ -71,7 +79,7 @@ def main() -> int:
             over_ranks = {
                 f"{name}, over ranks": (tokens, make_call(layer, name, tokens, device, True))
                 for name, layer in layers.items()
-                if name not in ("eager", "dense")
+                if name not in ("eager", "dense", *WINDOWS)
             }
             calls |= over_ranks
         timed = {name: call for name, (_, call) in calls.items()}
@@ -110,6 +118,8 @@ def make_layer(name: str, small: bool) -> nn.Module:
 
     sizes: dict[str, Any] = SMALL if small else {}
     torch.manual_seed(0)
+    if name in WINDOWS:
+        return make_compressed_layer(WINDOWS[name], small)
     if name == "dense":
         config = DeepseekV3Config(**sizes)
         config._attn_implementation = "sdpa"
@@ -122,6 +132,21 @@ def make_layer(name: str, small: bool) -> nn.Module:
     if name.endswith("learning"):
         stage = "warm_up" if name.startswith("all") else "sparse"
         add_indexer_losses(layer, IndexerConfig(stage=stage))  # type: ignore[arg-type]
+    return layer
+
+
+def make_compressed_layer(layer_type: str, small: bool) -> nn.Module:
+    """Return DeepSeek-V4's attention layer with random weights, and its rotary embedding in it."""
+    from transformers import DeepseekV4Config
+    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as stock
+
+    config = DeepseekV4Config(**(SMALL_V4 if small else {}))
+    config._attn_implementation = "eager"
+    layer = stock.DeepseekV4Attention(config, config.layer_types.index(layer_type))
+    use_compressed_attention(layer)
+    for weight in layer.parameters():
+        nn.init.normal_(weight, std=0.02)
+    layer.rotary = stock.DeepseekV4RotaryEmbedding(config)
     return layer
 
 
@@ -146,15 +171,23 @@ def make_call(
     layer: Any, name: str, tokens: int, device: torch.device, over_ranks: bool = False
 ) -> Call:
     """Return a call that runs forward and backward of the layer; `over_ranks`: collective."""
-    dtype = layer.o_proj.weight.dtype
-    g = torch.Generator(device).manual_seed(1)
-    x = torch.randn(1, tokens, layer.o_proj.out_features, generator=g, device=device).to(dtype)
-    r = layer.qk_rope_head_dim
-    frequencies = 10000.0 ** -(torch.arange(0, r, 2, device=device) / r)
-    angles = torch.arange(tokens, device=device)[:, None] * frequencies
-    angles = torch.cat((angles, angles), dim=-1)[None]
-    turns = angles.cos().to(dtype), angles.sin().to(dtype)
     weights, options = list(layer.parameters()), dict[str, Any]()
+    dtype = weights[0].dtype
+    g = torch.Generator(device).manual_seed(1)
+    x = torch.randn(1, tokens, layer.config.hidden_size, generator=g, device=device).to(dtype)
+    places = torch.arange(tokens, device=device)
+    if name in WINDOWS:
+        options["position_ids"] = places[None]
+        turns: Any = {
+            kind: layer.rotary(x, position_ids=places[None], layer_type=kind)
+            for kind in ("main", "compress")
+        }
+    else:
+        r = layer.qk_rope_head_dim
+        frequencies = 10000.0 ** -(torch.arange(0, r, 2, device=device) / r)
+        angles = places[:, None] * frequencies
+        angles = torch.cat((angles, angles), dim=-1)[None]
+        turns = angles.cos().to(dtype), angles.sin().to(dtype)
     if over_ranks:
         assert dist.group.WORLD is not None
         local = LocalTokens(ContextParallel(dist.group.WORLD), (1, tokens))

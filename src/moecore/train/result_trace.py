@@ -1,8 +1,8 @@
 """`trace_results`: checksums of the results of forward and backward on this rank, in their order.
 
 Results are the inputs and outputs of modules with parameters, their gradients, and parameter
-gradients before the reduction. Rounding of a sum may remove a small error of one summand, so the
-output of a block alone would not show this error. Modules inside compiled code have no checksums,
+gradients before the reduction. Rounding of a sum may remove a small error of one summand, so a
+checksum of the sum may not show the error. Modules inside compiled code have no checksums,
 unless they have FSDP hooks. If the traces of two equal runs differ, the first different checksum
 names the module. All ranks compute the same modules in the same order. If a rank sends a wrong
 value to other ranks, the checksums of these ranks differ at a later module.
