@@ -110,7 +110,7 @@ def compiled(monkeypatch, request) -> Iterator[dict[str, Any]]:
     monkeypatch.setattr(JITFunction, "run", run)
     for module in pkgutil.walk_packages(moecore.kernels.__path__, "moecore.kernels."):
         loaded = importlib.import_module(module.name)
-        for name in ("can_use_kernel", "has_hopper_kernels"):
+        for name in ("can_use_kernel", "has_hopper_kernels", "can_multiply_fp8"):
             if hasattr(loaded, name):
                 monkeypatch.setattr(loaded, name, lambda *_: True)
     active = triton.runtime.driver
@@ -547,10 +547,10 @@ def run_hyper_connections(D: int, dtype: torch.dtype) -> None:
     hyper_connections.expand_streams(x, mixed).sum().backward()
 
 
-def run_index_scores(heads: int, dim: int) -> None:
+def run_index_scores(heads: int, dim: int, fp8: bool = False) -> None:
     own = torch.arange(T)
     index_of = IndexerHeads(bf16(T, heads, dim), bf16(4 * T, dim), torch.zeros(T, heads))
-    compute_span_scores(index_of, SpanOfKeys(0, 4 * T, own, own))
+    compute_span_scores(index_of, SpanOfKeys(0, 4 * T, own, own), fp8=fp8)
 
 
 def run_gathered_attention(H: int, dim: int, top_k: int, rotary_dim: int = 64) -> None:
@@ -579,6 +579,7 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     **{f"dequantise {kind}": (partial(run_dequantise, kind), 1) for kind in four_bit.FORMATS},
     "index scores, 64 heads of 128": (lambda: run_index_scores(64, 128), 1),
     "index scores, 32 heads of 64": (lambda: run_index_scores(32, 64), 1),
+    "index scores in FP8": (lambda: run_index_scores(64, 128, True), 2),
     "selection of keys": (lambda: select_keys(torch.zeros(T, 32768), 0, 2048), 1),
     "attention to selected keys": (lambda: run_gathered_attention(128, 576, 2048), 6),
     "attention of 16 heads to selected keys": (lambda: run_gathered_attention(16, 576, 2048), 6),

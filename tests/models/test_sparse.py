@@ -12,6 +12,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.kernels.sparse_attention import attention
 from moecore.models import Decoder
 from tests.io.hf.states import native_state
 from tests.models.hf_pairs import gradients, make_pair
@@ -39,25 +40,41 @@ def trained(model: nn.Module, config: IndexerConfig, **given: Any) -> dict[str, 
     return dict(loss=loss, losses=step.finish().metrics.indexer_losses, grads=found)
 
 
-@pytest.mark.parametrize("stage", ["sparse", "warm_up"])
-def test_packed_documents_and_what_indexers_learn(stage: Any) -> None:
+CONFIGS = {
+    "sparse": IndexerConfig(loss_coef=0.5),
+    "sparse, FP8": IndexerConfig(loss_coef=0.5, fp8_scores=True),
+    "warm_up": IndexerConfig(stage="warm_up", loss_coef=0.5),
+    "frozen, FP8": IndexerConfig(stage="frozen", fp8_scores=True),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_documents_and_what_indexers_learn(name: str, monkeypatch: Any) -> None:
     pytest.importorskip("transformers", reason="its class is what is compared with")
     hf, config = make_pair("deepseek-v3.2")
     ours, given = Decoder(config), batch()
     ours.load_state_dict(native_state(hf.state_dict(), config))
-    how = IndexerConfig(stage=stage, loss_coef=0.5)
+    how, calls, run = CONFIGS[name], [], attention.compute_span_scores
+    monkeypatch.setattr(
+        attention, "compute_span_scores", lambda *x, fp8: calls.append(fp8) or run(*x, fp8=fp8)
+    )
     packed: Any = dict(cu_seqlens=CUTS, max_seqlen=12)
     names = dict(input_ids=given["ids"], shift_labels=given["labels"], padding_mask=given["mask"])
     want = trained(hf.train(), how, labels=given["labels"], use_cache=False, **names, **packed)
     own = dict(tokens_BT=given["ids"], labels_BT=given["labels"], padding_mask_BT=given["mask"])
     got = trained(ours, how, **own, **packed)
     torch.testing.assert_close(got["loss"], want["loss"], rtol=1e-6, atol=0)
-    assert len(want["losses"]) == 3 and min(want["losses"].values()) > 1e-3
+    assert set(calls) == ({how.fp8_scores} if how.stage != "warm_up" else set())
+    if how.stage == "frozen":
+        assert not want["losses"] and not got["losses"]
+    else:
+        assert len(want["losses"]) == 3 and min(want["losses"].values()) > 1e-3
     for name, loss in want["losses"].items():
         torch.testing.assert_close(got["losses"][name], loss, rtol=1e-5, atol=0)
     for name, grad in native_state(want["grads"], config).items():
         scale = grad.abs().max()
-        assert scale > 0 or "expert_bias" in name, name
+        is_frozen = how.stage == "frozen" and ".indexer." in name
+        assert (scale > 0) != is_frozen or "expert_bias" in name, name
         assert (got["grads"][name] - grad).abs().max() <= 1e-5 * scale, name
 
 

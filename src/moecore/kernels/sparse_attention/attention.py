@@ -60,6 +60,7 @@ def sparse_attention(
     top_k: int | None = None,
     selected_tK: Tensor | None = None,
     returns_divergences: bool = False,
+    fp8_scores: bool = False,
 ) -> SparseOutput:
     """Return the attention output of queries that read at most `top_k` keys each. No host sync.
 
@@ -72,11 +73,13 @@ def sparse_attention(
         selected_tK: keys that an earlier call selected, for example for another layer.
         returns_divergences: also return KL divergences of the indexer from attention, which have
             gradients only for `indexer`.
+        fp8_scores: `indexer` selects keys by the FP8 scores of `index.py`. Divergences use scores
+            without rounding.
     """
     assert sinks_H is None or not returns_divergences
     places = indexer or _make_empty_indexer(heads.q_tHd)
     width = None if top_k is None else min(top_k, spans.longest)
-    options = _SparseOptions(scale, width, returns_divergences)
+    options = _SparseOptions(scale, width, returns_divergences, fp8_scores)
     o, selected, kl = _SparseAttention.apply(*heads, *places, selected_tK, sinks_H, spans, options)
     return SparseOutput(o, selected, kl)
 
@@ -87,11 +90,12 @@ def _make_empty_indexer(q_tHd: Tensor) -> IndexerHeads:
 
 
 class _SparseOptions(NamedTuple):
-    """The softmax scale, the number of keys to select, and whether to return divergences."""
+    """The arguments of `sparse_attention` that are not tensors."""
 
     scale: float
     width: int | None  # keys to select; None = none
-    returns_divergences: bool  # whether to return the divergences
+    returns_divergences: bool
+    fp8_scores: bool
 
 
 class _Chunk(NamedTuple):
@@ -209,7 +213,7 @@ class _SparseAttention(torch.autograd.Function):
         ):
             keys: Keys = chunk.span
             if selected is not None and new_width is not None:
-                scores_CS = compute_span_scores(chunk.indexer, chunk.span)
+                scores_CS = compute_span_scores(chunk.indexer, chunk.span, fp8=options.fp8_scores)
                 selected_CK = select_keys(scores_CS, chunk.span.first, new_width)
                 chunk.slice_queries(selected).copy_(selected_CK)
                 del scores_CS, selected_CK

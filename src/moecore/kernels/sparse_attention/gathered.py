@@ -28,6 +28,7 @@ from moecore.kernels.sparse_attention.hopper import (
     sm90_sparse_attention_bwd_k_kernel,
     sm90_sparse_attention_fwd_kernel,
 )
+from moecore.kernels.sparse_attention.index_fp8 import multiply_tiles
 from moecore.kernels.triton_api import INTERPRET, tl, triton
 
 HEADS = 64  # of a program: the least rows of a product on Hopper
@@ -44,14 +45,6 @@ def has_gathered_kernels(q_tHd: Tensor, latent_dim: int, key_dim: int) -> bool:
 def _is_power_of_2(number: int, minimum: int) -> bool:
     """Whether the number is a power of two from `minimum` to 512."""
     return minimum <= number <= 512 and number & (number - 1) == 0
-
-
-@triton.jit
-def _multiply(a, b, WIDEN: tl.constexpr):
-    """Return a @ b in fp32; the interpreter cannot multiply 16 bits."""
-    if WIDEN:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    return tl.dot(a, b)
 
 
 @triton.jit
@@ -110,14 +103,14 @@ def _sparse_attention_fwd_kernel(
         k_latent = tl.load(k_row + latent[None, :])
         s = tl.zeros([BH, BK], dtype=tl.float32)
         if R > 0:  # before the latents: warps share only the work of the last product
-            s += _multiply(q_turned, tl.load(k_row + L + turned[None, :]).T, WIDEN)
-        s += _multiply(q_latent, k_latent.T, WIDEN)
+            s += multiply_tiles(q_turned, tl.load(k_row + L + turned[None, :]).T, WIDEN)
+        s += multiply_tiles(q_latent, k_latent.T, WIDEN)
         s = tl.where(is_key[None, :], s * factor, float("-inf"))
         higher = tl.maximum(high, tl.max(s, 1))
         p = tl.exp2(s - higher[:, None])
         shrink = tl.exp2(high - higher)
         total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None] + _multiply(p.to(k_latent.dtype), k_latent, WIDEN)
+        acc = acc * shrink[:, None] + multiply_tiles(p.to(k_latent.dtype), k_latent, WIDEN)
         high = higher
     o = (acc / total[:, None]).to(o_ptr.dtype.element_ty)
     tl.store(o_ptr + row * L + latent[None, :], o, mask=mask[:, None])
@@ -168,12 +161,12 @@ def _sparse_attention_bwd_scores_kernel(
         k = tl.load(k_row + first + dims[None, :])
         q = tl.load(q_row + first + dims[None, :], mask=mask, other=0.0)
         do = tl.load(do_ptr + row * L + first + dims[None, :], mask=mask, other=0.0)
-        s += _multiply(q, k.T, WIDEN)
-        dp += _multiply(do, k.T, WIDEN)
+        s += multiply_tiles(q, k.T, WIDEN)
+        dp += multiply_tiles(do, k.T, WIDEN)
     if R > 0:
         turned = L + tl.arange(0, R)
         q = tl.load(q_row + turned[None, :], mask=mask, other=0.0)
-        s += _multiply(q, tl.load(k_row + turned[None, :]).T, WIDEN)
+        s += multiply_tiles(q, tl.load(k_row + turned[None, :]).T, WIDEN)
     lse = tl.load(lse_ptr + query * H + heads, mask=heads < H, other=0.0)
     delta = tl.load(delta_ptr + query * H + heads, mask=heads < H, other=0.0)
     p = tl.exp2((s * scale - lse[:, None]) * 1.4426950408889634)
@@ -219,9 +212,9 @@ def _sum_selected_rows_kernel(
         key = tl.load(selected_ptr + query * K + begin + tile, mask=is_key, other=0).to(tl.int64)
         w = tl.load(w_ptr + row * P + begin + tile[None, :], mask=mask, other=0.0)
         k_row = keys_ptr + key[:, None] * (L + R)
-        latent_sum += _multiply(w, tl.load(k_row + latent[None, :]), WIDEN)
+        latent_sum += multiply_tiles(w, tl.load(k_row + latent[None, :]), WIDEN)
         if HAS_ROTATED:
-            turned_sum += _multiply(w, tl.load(k_row + turned[None, :]), WIDEN)
+            turned_sum += multiply_tiles(w, tl.load(k_row + turned[None, :]), WIDEN)
     out_row = out_ptr + row * (L + R if HAS_ROTATED else L)
     tl.store(out_row + latent[None, :], latent_sum.to(out_ptr.dtype.element_ty), mask=mask)
     if HAS_ROTATED:
@@ -271,12 +264,12 @@ def _sparse_attention_bwd_k_kernel(
         is_key = begin + tile < num_keys
         key = tl.load(selected_ptr + query * K + begin + tile, mask=is_key, other=0).to(tl.int64)
         out, is_key = dkeys_ptr + key[:, None] * (L + R), is_key[:, None]
-        dk = _multiply(ds.T, q_low, WIDEN) + _multiply(p.T, do_low, WIDEN)
+        dk = multiply_tiles(ds.T, q_low, WIDEN) + multiply_tiles(p.T, do_low, WIDEN)
         tl.atomic_add(out + low, dk, mask=is_key, sem="relaxed")
-        dk = _multiply(ds.T, q_high, WIDEN) + _multiply(p.T, do_high, WIDEN)
+        dk = multiply_tiles(ds.T, q_high, WIDEN) + multiply_tiles(p.T, do_high, WIDEN)
         tl.atomic_add(out + low + HALF, dk, mask=is_key, sem="relaxed")
         if R > 0:
-            dk = _multiply(ds.T, q_turned, WIDEN)
+            dk = multiply_tiles(ds.T, q_turned, WIDEN)
             tl.atomic_add(out + turned, dk, mask=is_key, sem="relaxed")
 
 

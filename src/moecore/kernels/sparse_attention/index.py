@@ -8,18 +8,33 @@ Tiles outside all spans are filled without a product. Plain PyTorch writes and r
 The kernel of `select_keys` finds the smallest selected score by 8 bits at a time: it reads a row
 five times and writes only its keys.
 
+With FP8 scores, q and k are the rotated and quantised rows of `index_fp8.py`. A query's scale is a
+factor of its w, and a key's scale is a factor of the sum over heads.
+
 Legend: C queries of a chunk, S keys of a span, N keys, K keys that a query reads, h heads, i dims.
 """
 
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2
+from moecore.kernels.common import (
+    can_multiply_fp8,
+    can_use_kernel,
+    cdiv,
+    launch,
+    next_power_of_2,
+)
 from moecore.kernels.sparse_attention.contract import IndexerHeads
+from moecore.kernels.sparse_attention.index_fp8 import (
+    multiply_tiles,
+    quantise_rotated,
+    round_rotated,
+)
 from moecore.kernels.sparse_attention.keys import Keys, SpanOfKeys
 from moecore.kernels.triton_api import INTERPRET, tl, triton
 
 DIMS = (16, 32, 64, 128)  # of a head: one step of a product
+FP8_DIMS = DIMS[1:]
 SCORES = 2**27  # numbers of the scores that `select_in_spans` computes at once: 512 MiB
 SELECTING = 4  # numbers that `select_keys` allocates per query and key without its kernel
 
@@ -118,6 +133,7 @@ def _index_scores_kernel(
     q_ptr,  # [C, h, i]
     k_ptr,  # [S, i]
     w_ptr,  # [C, h] fp32
+    k_scales_ptr,  # [S] fp32; None = 1
     first_ptr,  # [C] int64, the first key that a query sees, of all keys
     last_ptr,  # [C] int64, the last one
     scores_ptr,  # [C, S] fp32
@@ -153,11 +169,10 @@ def _index_scores_kernel(
                 q_ptr + of_head[:, None] * DIM + dims[None, :], mask=row_mask[:, None], other=0.0
             )
             w = tl.load(w_ptr + of_head, mask=row_mask, other=0.0)
-            if WIDEN:
-                dots = tl.dot(q.to(tl.float32), k.to(tl.float32), input_precision="ieee")
-            else:
-                dots = tl.dot(q, k)
-            total += tl.maximum(dots, 0.0) * w[:, None]
+            total += tl.maximum(multiply_tiles(q, k, WIDEN), 0.0) * w[:, None]
+        if k_scales_ptr is not None:
+            scales = tl.load(k_scales_ptr + columns, mask=columns < num_keys, other=0.0)
+            total *= scales[None, :]
     seen = (keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None])
     tl.store(
         scores_ptr + rows[:, None] * num_keys + columns[None, :],
@@ -221,18 +236,30 @@ def _select_keys_kernel(
         tl.store(out_row + places, -1, mask=(places >= num_selected) & (places < top_k))
 
 
-def compute_span_scores(indexer: IndexerHeads, span: SpanOfKeys) -> Tensor:
-    """Return indexer scores [queries, keys] of a key range; -inf if not visible. No host sync."""
+def compute_span_scores(indexer: IndexerHeads, span: SpanOfKeys, *, fp8: bool = False) -> Tensor:
+    """Return indexer scores [queries, keys] of a key range; -inf if not visible. No host sync.
+
+    With `fp8`, queries and keys are rotated and rounded to FP8. GPUs without products in FP8
+    multiply the rounded values in the indexer's dtype, which represents them exactly.
+    """
+    multiplies_fp8 = _has_index_kernel(indexer) and indexer.q_thi.shape[2] in FP8_DIMS
+    multiplies_fp8 &= fp8 and can_multiply_fp8(indexer.q_thi.device)
+    if fp8 and not multiplies_fp8:
+        q, k = round_rotated(indexer.q_thi), round_rotated(indexer.k_Ni)
+        indexer = indexer._replace(q_thi=q, k_Ni=k)
     if not _has_index_kernel(indexer):
         return compute_index_scores(indexer, span)
     q_Chi, k_Si = indexer.q_thi.contiguous(), span.select_rows(indexer.k_Ni).contiguous()
+    w_Ch, k_scales_S = indexer.w_th.float().contiguous(), None
+    if multiplies_fp8:
+        (q_Chi, q_scales_Ch), (k_Si, k_scales_S) = quantise_rotated(q_Chi), quantise_rotated(k_Si)
+        w_Ch = w_Ch * q_scales_Ch
     (C, h, i), S = q_Chi.shape, len(k_Si)
-    scores_CS = q_Chi.new_empty(C, S, dtype=torch.float32)
-    tensors = q_Chi, k_Si, indexer.w_th.float().contiguous(), span.first_C, span.last_C, scores_CS
+    scores_CS = w_Ch.new_empty(C, S)
     launch(
         _index_scores_kernel,
         (cdiv(C, 64), cdiv(S, 256)),
-        *tensors,
+        *(q_Chi, k_Si, w_Ch, k_scales_S, span.first_C, span.last_C, scores_CS),
         *(C, S, span.first),
         HEADS=h,
         DIM=i,
