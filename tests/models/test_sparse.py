@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,6 +77,15 @@ def test_packed_documents_and_what_indexers_learn(name: str, monkeypatch: Any) -
         is_frozen = how.stage == "frozen" and ".indexer." in name
         assert (scale > 0) != is_frozen or "expert_bias" in name, name
         assert (got["grads"][name] - grad).abs().max() <= 1e-5 * scale, name
+
+
+def test_scores_in_fp8_need_a_hadamard_matrix() -> None:
+    _, config = make_pair("deepseek-v3.2")
+    assert config.mla is not None and config.mla.sparse is not None
+    sparse = replace(config.mla.sparse, head_dim=12)
+    model = Decoder(replace(config, mla=replace(config.mla, sparse=sparse)), device="meta")
+    with pytest.raises(ValueError, match=r"fp8_scores \(True\) must be False .* head_dim \(12\)"):
+        trained(model, IndexerConfig(fp8_scores=True))
 
 
 def test_indexers_without_a_config_learn_nothing() -> None:
