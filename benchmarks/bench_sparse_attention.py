@@ -75,8 +75,8 @@ def main() -> int:
     if world > 1:
         device = torch.device(args.device, int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
     layers = {name: make_layer(name, args.small).to(device) for name in args.variants}
     if device.type == "cuda":
         layers = {name: layer.bfloat16() for name, layer in layers.items()}

@@ -62,7 +62,7 @@ from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaled_cast import scaled_cast
 from moecore.kernels.sparse_attention.contract import IndexerHeads
 from moecore.kernels.sparse_attention.gathered import attend_to_selected, differentiate_selected
-from moecore.kernels.sparse_attention.index import compute_span_scores, select_keys
+from moecore.kernels.sparse_attention.index import compute_span_scores, round_to_fp8, select_keys
 from moecore.kernels.sparse_attention.keys import SpanOfKeys
 from tests.helpers.grids import beside
 from tests.kernels.choices import BASE
@@ -550,7 +550,8 @@ def run_hyper_connections(D: int, dtype: torch.dtype) -> None:
 def run_index_scores(heads: int, dim: int, fp8: bool = False) -> None:
     own = torch.arange(T)
     index_of = IndexerHeads(bf16(T, heads, dim), bf16(4 * T, dim), torch.zeros(T, heads))
-    compute_span_scores(index_of, SpanOfKeys(0, 4 * T, own, own), fp8=fp8)
+    rounded = round_to_fp8(index_of) if fp8 else (index_of, None)
+    compute_span_scores(rounded[0], SpanOfKeys(0, 4 * T, own, own), rounded[1])
 
 
 def run_gathered_attention(H: int, dim: int, top_k: int, rotary_dim: int = 64) -> None:
@@ -559,7 +560,9 @@ def run_gathered_attention(H: int, dim: int, top_k: int, rotary_dim: int = 64) -
     o, lse = attend_to_selected(q, keys, selected, dim - rotary_dim, 0.1, torch.zeros(H))
     attend_to_selected(q, keys, selected, dim - rotary_dim, 0.1, None)
     differentiate_selected(
-        *(q, keys, selected, o, lse, lse, 0.1, keys.float()), returns_output=rotary_dim > 0
+        *(q, keys, selected, o, lse, lse, 0.1, keys.float()),
+        num_visible_keys=len(keys),
+        returns_output=rotary_dim > 0,
     )
 
 

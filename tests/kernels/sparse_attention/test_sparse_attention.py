@@ -19,6 +19,7 @@ from moecore.kernels.sparse_attention.index import (
     _has_index_kernel,
     compute_index_scores,
     compute_span_scores,
+    round_to_fp8,
     select_keys,
 )
 from moecore.kernels.sparse_attention.keys import SpanOfKeys
@@ -351,7 +352,9 @@ def test_scores_are_those_of_plain_pytorch(
     first_C = torch.where(own_C % 2 == 0, document, own_C - 1).clamp(min=first)
     span, index = SpanOfKeys(first, last, first_C, own_C), IndexerHeads(q, k, w)
     assert _has_index_kernel(index)
-    got = compute_span_scores(index, span, fp8=fp8)
+    heads, k_scales = round_to_fp8(index) if fp8 else (index, None)
+    assert (k_scales is not None) == fp8
+    got = compute_span_scores(heads, span, k_scales)
     exact = IndexerHeads(*map(quantise_by_hand if fp8 else Tensor.double, (q, k)), w.double())
     want = compute_index_scores(exact, span)
     assert torch.equal(got == -torch.inf, want == -torch.inf)
@@ -362,5 +365,7 @@ def test_scores_are_those_of_plain_pytorch(
     assert error <= bound * want[seen].abs().max()
     if fp8:  # GPUs without FP8
         monkeypatch.setattr(index_module, "can_multiply_fp8", lambda _: False)
-        emulated = compute_span_scores(index, span, fp8=True)
+        rounded, scales = round_to_fp8(index)
+        assert scales is None
+        emulated = compute_span_scores(rounded, span)
         assert (emulated.double() - want)[seen].abs().max() <= 1e-6 * want[seen].abs().max()

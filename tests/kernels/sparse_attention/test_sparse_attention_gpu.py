@@ -12,7 +12,7 @@ from moecore.kernels.sparse_attention import (
     sparse_attention,
 )
 from moecore.kernels.sparse_attention.gathered import attend_to_selected
-from moecore.kernels.sparse_attention.index import compute_span_scores
+from moecore.kernels.sparse_attention.index import compute_span_scores, round_to_fp8
 from moecore.kernels.sparse_attention.keys import SpanOfKeys
 from tests.helpers.waits import syncs_are_errors
 from tests.kernels.conftest import check_twice
@@ -172,7 +172,9 @@ def test_fp8_scores_are_at_most_twice_as_wrong_as_plain_pytorch() -> None:
     leaves = large_leaves(2048)
     own = torch.arange(2048, device="cuda")
     span, index = SpanOfKeys(0, 2048, torch.zeros_like(own), own), IndexerHeads(*leaves[4:])
-    got = compute_span_scores(index, span, fp8=True)
+    rounded, k_scales = round_to_fp8(index)
+    assert rounded.k_Ni.dtype == torch.float8_e4m3fn
+    got = compute_span_scores(rounded, span, k_scales)
     plain = score(*(quantise_by_hand(x).float() for x in leaves[4:6]), leaves[6])
     exact = score(*(x.double() for x in leaves[4:]))
     seen = exact > -torch.inf

@@ -42,6 +42,7 @@ from moecore.kernels.sparse_attention.index import (
     compute_span_scores,
     count_workspace_floats,
     differentiate_divergence,
+    round_to_fp8,
     select_keys,
 )
 from moecore.kernels.sparse_attention.keys import Keys, SelectedKeys, SpanOfKeys, multiply_in_fp32
@@ -110,6 +111,11 @@ class _Chunk(NamedTuple):
     def slice_queries(self, x_tX: Tensor) -> Tensor:
         """Return the entries of the chunk's queries in a tensor of all queries, a view."""
         return x_tX[self.begin : self.end]
+
+    def slice_indexer(self, indexer: IndexerHeads) -> IndexerHeads:
+        """Return an indexer of all queries for the chunk's queries."""
+        q, k, w = indexer
+        return IndexerHeads(self.slice_queries(q), k, self.slice_queries(w))
 
 
 def _split_into_chunks(
@@ -206,6 +212,9 @@ class _SparseAttention(torch.autograd.Function):
             selected = q.new_empty(t, new_width, dtype=torch.int32)
         width = None if selected is None else selected.shape[1]
         uses_kernels = _has_kernels(heads, selected, options)
+        scorer, k_scales = index, None
+        if options.fp8_scores and new_width is not None:
+            scorer, k_scales = round_to_fp8(index)
         for chunk in _split_into_chunks(
             *(heads, index, spans, width),
             selects_keys=new_width is not None,
@@ -213,7 +222,8 @@ class _SparseAttention(torch.autograd.Function):
         ):
             keys: Keys = chunk.span
             if selected is not None and new_width is not None:
-                scores_CS = compute_span_scores(chunk.indexer, chunk.span, fp8=options.fp8_scores)
+                of_chunk = chunk.slice_indexer(scorer)
+                scores_CS = compute_span_scores(of_chunk, chunk.span, k_scales)
                 selected_CK = select_keys(scores_CS, chunk.span.first, new_width)
                 chunk.slice_queries(selected).copy_(selected_CK)
                 del scores_CS, selected_CK
@@ -287,6 +297,7 @@ class _SparseAttention(torch.autograd.Function):
                     delta_CH=delta_CH,
                     scale=options.scale,
                     dkeys_Nl=totals[0],
+                    num_visible_keys=len(chunk.span.select_rows(heads.keys_Nl)),
                     returns_output=down is not None,
                 )
             else:

@@ -13,7 +13,9 @@ rows exists. Products per query, key and head, of 2 FLOPs per dim:
 In backward, p and ds of a chunk are in memory, 4 H P bytes per query. Therefore scores are computed
 once, no program has two large accumulators, and one program sums a key's gradient over all heads.
 Then 4 l K bytes per query are added to the keys' gradients by atomic additions in fp32. Their order
-is not deterministic. P is K rounded up to a multiple of 128. Scores after the last key are 0, so
+is not deterministic. On Hopper, a launch adds the gradients of one band of all lists after the
+other. The gradients of a band fit the L2 cache if the lists select from the same keys, as lists of
+consecutive queries do. P is K rounded up to a multiple of 128. Scores after the last key are 0, so
 that loads need no mask by key: such a mask would make them 2 bytes wide.
 
 Legend: C queries, N keys, K selected keys, H heads, l = L + R dims of a latent key.
@@ -26,12 +28,15 @@ from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2
 from moecore.kernels.sparse_attention.hopper import (
     has_hopper_gathered_kernels,
     sm90_sparse_attention_bwd_k_kernel,
+    sm90_sparse_attention_bwd_scores_kernel,
     sm90_sparse_attention_fwd_kernel,
 )
 from moecore.kernels.sparse_attention.index_fp8 import multiply_tiles
 from moecore.kernels.triton_api import INTERPRET, tl, triton
 
 HEADS = 64  # of a program: the least rows of a product on Hopper
+BAND_BYTES = 2**25  # of key gradients that fit the L2 cache
+BAND_KEYS = 256  # least entries of a list per program
 
 
 def has_gathered_kernels(q_tHd: Tensor, latent_dim: int, key_dim: int) -> bool:
@@ -308,11 +313,13 @@ def differentiate_selected(
     scale: float,
     dkeys_Nl: Tensor,
     *,
+    num_visible_keys: int,
     returns_output: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of `q_CHl`, and the output; add the keys' gradient to `dkeys_Nl`.
 
-    The output of `attend_to_selected` is recomputed if `returns_output`. `dkeys_Nl` is fp32.
+    The output of `attend_to_selected` is recomputed if `returns_output`. `dkeys_Nl` is fp32. The
+    speed, but no result, depends on `num_visible_keys`, among which the lists were selected.
     """
     (C, H, key_dim), (K, L) = q_CHl.shape, (selected_CK.shape[1], do_CHL.shape[2])
     q_CHl, keys_Nl, dq_CHl = q_CHl.contiguous(), keys_Nl.contiguous(), torch.empty_like(q_CHl)
@@ -321,17 +328,17 @@ def differentiate_selected(
     o_CHL = torch.empty_like(do_CHL) if returns_output else None
     p_CHP, ds_CHP = q_CHl.new_empty(2, C, H, P)
     constants = dict(_list_constants(H, L, key_dim, K), P=P, num_warps=8)
-    heads = min(128, max(HEADS, next_power_of_2(H)))
-    launch(
-        _sparse_attention_bwd_scores_kernel,
-        C * cdiv(H, heads) * (P // 128),
-        *(q_CHl, keys_Nl, selected_CK, do_CHL, lse_CH, delta_CH, p_CHP, ds_CHP, scale),
-        **constants,
-        BH=heads,
-        BK=128,
-        BL=min(64, L),
-        STAGES=4,
-    )
+    args = (q_CHl, keys_Nl, selected_CK, do_CHL, lse_CH, delta_CH, p_CHP, ds_CHP, scale)
+    is_on_hopper = has_hopper_gathered_kernels(q_CHl, L)
+    tiles = dict(BK=128, BL=min(64, L), STAGES=4)
+    if is_on_hopper:
+        of_hopper = {name: x for name, x in constants.items() if name != "WIDEN"}
+        kernel, grid = sm90_sparse_attention_bwd_scores_kernel, C * cdiv(H, HEADS)
+        launch(kernel, grid, *args, **of_hopper, **tiles, BH=HEADS)
+    else:
+        heads = min(128, max(HEADS, next_power_of_2(H)))
+        grid = C * cdiv(H, heads) * (P // 128)
+        launch(_sparse_attention_bwd_scores_kernel, grid, *args, **constants, **tiles, BH=heads)
     parts = cdiv(L, 256)
     constants |= dict(BH=max(HEADS, next_power_of_2(H)), BK=64, PARTS=parts)
     for w_CHP, out in ((p_CHP, o_CHL), (ds_CHP, dq_CHl)):
@@ -346,9 +353,12 @@ def differentiate_selected(
             STAGES=5,
         )
     args = (ds_CHP, q_CHl, selected_CK, dkeys_Nl, p_CHP, do_CHL)
-    if has_hopper_gathered_kernels(q_CHl, L):
+    if is_on_hopper:
+        bands = max(1, min(cdiv(4 * key_dim * num_visible_keys, BAND_BYTES), K // BAND_KEYS))
+        of_band = C * parts, 64 * cdiv(cdiv(K, bands), 64)
         del constants["WIDEN"], constants["BH"]
-        launch(sm90_sparse_attention_bwd_k_kernel, C * parts, *args, **constants)
+        kernel = sm90_sparse_attention_bwd_k_kernel
+        launch(kernel, bands * C * parts, *args, *of_band, **constants)
     else:
         constants |= dict(PARTS=cdiv(L, 128), STAGES=2)
         launch(_sparse_attention_bwd_k_kernel, C * cdiv(L, 128), *args, **constants)

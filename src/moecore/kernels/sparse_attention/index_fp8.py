@@ -82,10 +82,7 @@ def _quantise_rotated_kernel(
 
 
 def quantise_rotated(x_Ri: Tensor) -> tuple[Tensor, Tensor]:
-    """Return e4m3 values of rotated rows [..., i] and fp32 scales [...], by a kernel.
-
-    Under the interpreter the values are uint8.
-    """
+    """Return e4m3 values of rotated rows [..., i] and fp32 scales [...], by a kernel."""
     x_Ri = x_Ri.contiguous()
     values = torch.empty_like(x_Ri, dtype=FP8)
     scales = x_Ri.new_empty(x_Ri.shape[:-1], dtype=torch.float32)
@@ -99,4 +96,4 @@ def quantise_rotated(x_Ri: Tensor) -> tuple[Tensor, Tensor]:
         BR=64,
         num_warps=4,
     )
-    return values.view(torch.uint8) if INTERPRET else values, scales
+    return values, scales
