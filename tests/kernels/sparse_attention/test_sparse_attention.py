@@ -151,13 +151,22 @@ def test_of_equal_scores_the_earlier_keys_are_selected() -> None:
     assert select_keys(scores[:, :2], 0, 3).tolist() == [[0, 1, -1], [1, -1, -1], [0, 1, -1]]
 
 
-@pytest.mark.parametrize(("keys", "top_k"), [(1, 1), (40, 64), (300, 64), (5000, 2048)])
-def test_the_kernel_selects_the_same_keys(keys: int, top_k: int, device: str) -> None:
+@pytest.mark.parametrize(
+    ("keys", "top_k"), [(1, 1), (40, 64), (300, 64), (5000, 2048), (5000, 300)]
+)
+def test_the_kernel_selects_the_same_keys(
+    keys: int, top_k: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_module, "SAMPLE", 512)  # the last case has lists
     g = torch.Generator().manual_seed(keys)
-    scores = torch.randn(6, keys, generator=g).relu_() * 3e38 ** torch.linspace(-1, 1, 6)[:, None]
-    scores *= torch.where(torch.rand(6, keys, generator=g) < 0.2, -1, 1)  # zeros of both signs
+    scores = torch.randn(9, keys, generator=g)
+    scores[:6] = scores[:6].relu_() * 3e38 ** torch.linspace(-1, 1, 6)[:, None]
+    scores *= torch.where(torch.rand(9, keys, generator=g) < 0.2, -1, 1)  # zeros of both signs
     scores[2, keys // 2 :] = -torch.inf
     scores[3] = -torch.inf
+    scores[6, ::9] += 9  # the sample has all of the largest scores, and row 7 has few others
+    scores[7, 1:] = scores[7, 1:].where(torch.arange(1, keys) % 7 == 0, -torch.inf)
+    scores[8] = (torch.arange(keys) > keys - 100).float()  # more equal scores than a list has
     got = select_keys(scores.to(device), 7, top_k)
     assert torch.equal(got.cpu(), select_keys(scores.double(), 7, top_k))  # plain PyTorch
 

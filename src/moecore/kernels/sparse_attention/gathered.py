@@ -352,16 +352,16 @@ def differentiate_selected(
             HAS_ROTATED=out is dq_CHl and key_dim > L,
             STAGES=5,
         )
-    args = (ds_CHP, q_CHl, selected_CK, dkeys_Nl, p_CHP, do_CHL)
+    of_keys = (ds_CHP, q_CHl, selected_CK, dkeys_Nl, p_CHP, do_CHL)
     if is_on_hopper:
         bands = max(1, min(cdiv(4 * key_dim * num_visible_keys, BAND_BYTES), K // BAND_KEYS))
         of_band = C * parts, 64 * cdiv(cdiv(K, bands), 64)
         del constants["WIDEN"], constants["BH"]
         kernel = sm90_sparse_attention_bwd_k_kernel
-        launch(kernel, bands * C * parts, *args, *of_band, **constants)
+        launch(kernel, bands * C * parts, *of_keys, *of_band, **constants)
     else:
         constants |= dict(PARTS=cdiv(L, 128), STAGES=2)
-        launch(_sparse_attention_bwd_k_kernel, C * cdiv(L, 128), *args, **constants)
+        launch(_sparse_attention_bwd_k_kernel, C * cdiv(L, 128), *of_keys, **constants)
     return dq_CHl, o_CHL
 
 

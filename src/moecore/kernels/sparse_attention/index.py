@@ -5,8 +5,10 @@
 The kernel of `compute_span_scores` sums over heads in registers and writes only [C, S] numbers. It
 reads its keys once, and the queries of all heads from the L2 cache. It computes 2 C S h i FLOPs.
 Tiles outside all spans are filled without a product. Plain PyTorch writes and reads C S h numbers.
-The kernel of `select_keys` finds the smallest selected score by 8 bits at a time: it reads a row
-five times and writes only its keys.
+The kernel of `select_keys` finds the smallest selected score by 8 bits at a time: it reads scores
+five times and writes only keys. A row that is much longer than K is first reduced to a short list
+of keys, whose scores are at least an estimate of the smallest selected score from a sample of the
+row. If the list has fewer than K keys, or has no room for all, the kernel reads the row instead.
 
 In FP8, q and k are the rotated and quantised rows of `index_fp8.py`. A query's scale is a factor of
 its w, and a key's scale is a factor of the sum over heads.
@@ -61,7 +63,7 @@ def select_keys(scores_CS: Tensor, first_key: int, top_k: int) -> Tensor:
     if scores_CS.dtype == torch.float32 and can_use_kernel(scores_CS):
         out = torch.empty(C, top_k, dtype=torch.int32, device=scores_CS.device)
         block = min(4096, max(256, next_power_of_2(S)))
-        size = next_power_of_2(4 * top_k) if S >= 8 * max(top_k, SAMPLE) else 0
+        size = next_power_of_2(4 * top_k) if 8 * max(top_k, SAMPLE) <= S else 0
         lists = scores_CS.new_empty(C, size), out.new_empty(C, size)
         expected = top_k * SAMPLE / S
         rank = int(expected + 5 * expected**0.5) + 8
