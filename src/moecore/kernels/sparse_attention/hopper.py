@@ -209,12 +209,12 @@ def sm90_sparse_attention_bwd_scores_kernel(
             s = hopper.warpgroup_mma(q.index(step), k_T, s, use_acc=step > 0, is_async=True)
             if step < L // BL:
                 dp = hopper.warpgroup_mma(do.index(step), k_T, dp, use_acc=step > 0, is_async=True)
-            free, ahead = (slot + STAGES - 1) % STAGES, step + STAGES - 1
+            free, next_step = (slot + STAGES - 1) % STAGES, step + STAGES - 1
             if step + STAGES - 1 < STEPS:
-                _begin_loading_dims(keys, free, keys_ptr, ids, ahead * BL, L + R, layout)
+                _begin_loading_dims(keys, free, keys_ptr, ids, next_step * BL, L + R, layout)
             else:
-                ahead -= STEPS
-                _begin_loading_dims(keys, free, keys_ptr, next_ids, ahead * BL, L + R, layout)
+                next_step -= STEPS
+                _begin_loading_dims(keys, free, keys_ptr, next_ids, next_step * BL, L + R, layout)
             slot = (slot + 1) % STAGES
         ids = next_ids
         s, dp = hopper.warpgroup_mma_wait(0, deps=(s, dp))

@@ -65,8 +65,8 @@ def select_keys(scores_CS: Tensor, first_key: int, top_k: int) -> Tensor:
         block = min(4096, max(256, next_power_of_2(S)))
         size = next_power_of_2(4 * top_k) if 8 * max(top_k, SAMPLE) <= S else 0
         lists = scores_CS.new_empty(C, size), out.new_empty(C, size)
-        expected = top_k * SAMPLE / S
-        rank = int(expected + 5 * expected**0.5) + 8
+        mean_rank = top_k * SAMPLE / S
+        rank = int(mean_rank + 5 * mean_rank**0.5) + 8
         args = scores_CS.contiguous(), out, *lists, S, first_key, top_k, rank
         launch(_select_keys_kernel, C, *args, BLOCK=block, LIST=size, SAMPLE=SAMPLE, num_warps=8)
         return out
