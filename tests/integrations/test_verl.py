@@ -1,4 +1,4 @@
-"""verl's engine on six ranks, or eight by night: each layout trains as stock transformers do in one process."""
+"""verl's engine on six or eight ranks: each layout trains as stock transformers in one process."""
 
 from __future__ import annotations
 

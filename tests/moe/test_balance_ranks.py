@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from moecore import (
-    BalanceConfig,
     MoELayer,
     ParallelConfig,
     PipelineConfig,

@@ -53,7 +53,8 @@ class AuxLoss(LossFactors):
     def attach_loss(self, y: Tensor, loss: Tensor, depth: int = 0) -> Tensor:
         """Return y; its backward adds the scalar `loss` to `total` and runs the backward of `loss`.
 
-        `depth` is 0, or k in the k-th multi-token prediction. Raises ValueError if y is fp16 and no loss scale is set.
+        `depth` is 0, or k in the k-th multi-token prediction. Raises ValueError if y is fp16 and no
+        loss scale is set.
         """
         self.check_loss_scale(y)
         if self.token_weight is not None:

@@ -79,7 +79,8 @@ class MoEState:
     ) -> None:
         """Announce for each micro-batch of the next step whether this rank has tokens in it.
 
-        A micro-batch has one value for the decoder and one for each further prediction. Collective (one small all-reduce) if there are auxiliary losses. No host sync.
+        A micro-batch has one value for the decoder and one for each further prediction. Collective
+        (one small all-reduce) if there are auxiliary losses. No host sync.
         """
         trackers = [la.tracker for la in self.layers.values() if la.config.balance.needs_loss]
         owners = [*trackers, *self._aux_losses.values()]

@@ -190,7 +190,9 @@ def _read_adapter(
     """
     with HFFiles(path, read_file_header(path / WEIGHTS)) as files:
         tensors = {
-            all_names.get(name, name): files.read(name, tuple(slice(0, size) for size in entry.shape))
+            all_names.get(name, name): files.read(
+                name, tuple(slice(0, size) for size in entry.shape)
+            )
             for name, entry in files.tensors.items()
         }
     problems = [f"{name} is missing" for name in entries if name not in tensors]
