@@ -173,23 +173,26 @@ def test_logits_of_all_tokens_never_exist() -> None:
     assert max(seen.rows - {sizes.dim}) == sizes.ce_chunk_tokens == 7
 
 
+def numbers_of(model: nn.Module, device: str, **options: Any) -> dict[str, Tensor]:
+    """Return the loss, log-probabilities and gradients of an objective that replays routes."""
+    engine = engine_cases.engine_of(model.to(device), device=device, **options)
+    given = engine_cases.moved(whole_rollouts(), device)
+    routes = engine.log_probs(given, entropy=True, routes=True).routes_NLK
+    result = engine.forward_backward(given.replace(routes_NLK=routes), GSPO(entropy_coef=0.1))
+    numbers = {"loss": result.loss, "log_probs": result.scores.log_probs_N}
+    return {n: x.cpu() for n, x in (numbers | engine_cases.gradients(model)).items()}
+
+
 @pytest.mark.gpu
 def test_on_cuda_numbers_are_those_of_the_cpu() -> None:
-    found = []
-    for device in ("cpu", "cuda"):
-        model = copy.deepcopy(plain()).to(device)
-        engine, given = (
-            engine_cases.engine_of(model, device=device),
-            engine_cases.moved(whole_rollouts(), device),
-        )
-        routes = engine.log_probs(given, entropy=True, routes=True).routes_NLK
-        result = engine.forward_backward(given.replace(routes_NLK=routes), GSPO(entropy_coef=0.1))
-        numbers = {
-            "loss": result.loss,
-            "log_probs": result.scores.log_probs_N,
-        } | engine_cases.gradients(model)
-        found.append({n: x.cpu() for n, x in numbers.items()})
-    assert worst(found[1], found[0]) < 1e-4
+    found = numbers_of(copy.deepcopy(plain()), "cuda")
+    assert worst(found, numbers_of(copy.deepcopy(plain()), "cpu")) < 1e-4
+
+
+def test_numbers_of_a_model_in_fp64_are_those_in_fp32() -> None:
+    expected = numbers_of(copy.deepcopy(plain()).double(), "cpu", expert_backend="sequential")
+    assert expected["log_probs"].dtype == torch.float32
+    assert worst(numbers_of(copy.deepcopy(plain()), "cpu"), expected) < 1e-4
 
 
 def test_group_advantages() -> None:

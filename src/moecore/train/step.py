@@ -256,8 +256,9 @@ class TrainStep:
         Args:
             micro_batches: as in `forward_backward`; only masks and shapes are read.
         """
-        has_tokens = self._request.family.has_tokens
-        flags = [has_tokens(inputs) for inputs in micro_batches]
+        family = self._request.family
+        depths = range(1 + family.count_predictions(self.model))
+        flags = [[family.has_tokens(inputs, k) for k in depths] for inputs in micro_batches]
         for state in self._states:
             state.announce_micro_batches(flags, self._request.meshes.device)
 
