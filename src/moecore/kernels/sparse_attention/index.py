@@ -62,13 +62,13 @@ def select_keys(scores_CS: Tensor, first_key: int, top_k: int) -> Tensor:
     C, S = scores_CS.shape
     if scores_CS.dtype == torch.float32 and can_use_kernel(scores_CS):
         out = torch.empty(C, top_k, dtype=torch.int32, device=scores_CS.device)
-        block = min(4096, max(256, next_power_of_2(S)))
-        size = next_power_of_2(4 * top_k) if 8 * max(top_k, SAMPLE) <= S else 0
+        block = min(2048, max(256, next_power_of_2(S)))
+        size = next_power_of_2(4 * top_k) if 4 * max(top_k, SAMPLE) <= S else 0
         lists = scores_CS.new_empty(C, size), out.new_empty(C, size)
         mean_rank = top_k * SAMPLE / S
         rank = int(mean_rank + 5 * mean_rank**0.5) + 8
         args = scores_CS.contiguous(), out, *lists, S, first_key, top_k, rank
-        launch(_select_keys_kernel, C, *args, BLOCK=block, LIST=size, SAMPLE=SAMPLE, num_warps=8)
+        launch(_select_keys_kernel, C, *args, BLOCK=block, LIST=size, SAMPLE=SAMPLE, num_warps=4)
         return out
     is_choice_CS = scores_CS > -torch.inf
     if top_k < S:
@@ -327,6 +327,6 @@ def compute_span_scores(
         BC=64,
         BS=128,
         num_warps=4,
-        num_stages=3,
+        num_stages=2 if k_scales_N is None else 3,
     )
     return scores_CS
