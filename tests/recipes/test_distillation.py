@@ -174,7 +174,10 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
             {"cu_seqlens": torch.tensor([0, 6, 4])},
             "must have the shapes of its cu_seqlens, not {",
         ),
-        "dims": ({"top_ids": torch.zeros(2, dtype=torch.int32)}, "must have top_ids [M, k], k >= 1"),
+        "dims": (
+            {"top_ids": torch.zeros(2, dtype=torch.int32)},
+            "must have top_ids [M, k], k >= 1",
+        ),
         "order": (
             {"top_log_probs": good["top_log_probs"].flip(1)},
             "must have finite top_log_probs in descending order",
