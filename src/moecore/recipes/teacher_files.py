@@ -101,10 +101,10 @@ class TeacherFiles:
                 f"{vocab_size.tolist()}: choose a teacher with the same tokenizer"
             )
         (M, k), num_learned = shapes["top_ids"], -1
-        if cu_n[:1].tolist() == [0] and bool((cu_n.diff() > 0).all()):
-            if int(cu_n[-1]) == len(ids_N) == len(is_answer_N):
-                num_learned = int(is_answer_N.index_fill(0, cu_n[:-1], False).sum())
-        if M != num_learned or shapes["top_log_probs"] != (M, k):
+        is_ascending = cu_n[:1].tolist() == [0] and bool((cu_n.diff() > 0).all())
+        if is_ascending and int(cu_n[-1]) == len(ids_N) == len(is_answer_N):
+            num_learned = int(is_answer_N.index_fill(0, cu_n[:-1], False).sum())
+        if num_learned != M or shapes["top_log_probs"] != (M, k):
             raise ValueError(f"{name} must have the shapes of its cu_seqlens, not {shapes}")
         for start in range(0, M, CHUNK_ROWS):
             box = slice(start, min(start + CHUNK_ROWS, M)), slice(0, k)
