@@ -170,6 +170,22 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
             "must have top_ids of torch.int32, not",
         ),
         "shape": ({"is_answer": ~is_answer}, "must have the shapes of its cu_seqlens, not {"),
+        "start": (
+            {"cu_seqlens": torch.tensor([0, 6, 4])},
+            "must have the shapes of its cu_seqlens, not {",
+        ),
+        "dims": (
+            {"top_ids": torch.zeros(2, dtype=torch.int32)},
+            "must have top_ids [M, k], k >= 1",
+        ),
+        "order": (
+            {"top_log_probs": good["top_log_probs"].flip(1)},
+            "must have finite top_log_probs in descending order",
+        ),
+        "nan": (
+            {"top_log_probs": good["top_log_probs"] * torch.nan},
+            "must have finite top_log_probs in descending order",
+        ),
     }
     for name, (tensors, wanted) in {"good": ({}, ""), **bad}.items():
         (tmp_path / name).mkdir()
