@@ -196,18 +196,6 @@ def test_what_a_forged_checkpoint_says_is_printed_as_text(capsys, tmp_path):
     assert code == 1 and err.count("\n") == 1 and err.strip().isprintable()
 
 
-def test_prune(capsys, tmp_path):
-    for step in (1, 2, 3):
-        save(tmp_path / "run", step, Decoder(CONFIG), None)
-    steps = [tmp_path / "run" / f"step-00000{i}" for i in (1, 2, 3)]
-    code, out, _ = run(capsys, "prune", tmp_path / "run", "--keep", 1, "--dry-run")
-    assert code == 0 and out.splitlines() == [f"would remove {p}" for p in steps[:2]]
-    assert all(p.exists() for p in steps)
-    code, out, _ = run(capsys, "prune", tmp_path / "run", "--keep", 1)
-    assert code == 0 and out.splitlines() == [f"removed {p}" for p in steps[:2]]
-    assert [p.exists() for p in steps] == [False, False, True]
-
-
 def test_a_training_run_directory_means_its_checkpoints(home, capsys, tmp_path):
     steps = tmp_path / "mine" / "checkpoints"
     shutil.copytree(home / "run", steps)

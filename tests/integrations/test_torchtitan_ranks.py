@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.grids import asked_for, beside
+from tests.helpers.grids import asked_for
 from tests.helpers.ranks import run_ranks
 from tests.integrations.titan_runs import (
     AC,
@@ -90,10 +90,6 @@ LOW = {"stock": "stock_tiny_bf16" if V03 else "stock_tiny_qwen3", "moecore": "mo
 ACCELERATED = [name for name in RUNS if "stock" not in name]
 
 
-# A mesh without experts, and graphs, which `test_torchtitan.py` has of one process.
-NIGHTLY = ["qwen3 dense mesh", "qwen3 compiled", "deepseek_v3 compiled"]
-
-
 def saving(name: str) -> dict[str, Any]:
     if name in ("qwen3 stock", "qwen3 tp") and not V03:
         return dict(checkpoint__enable=True, checkpoint__last_save_in_hf=True)
@@ -154,7 +150,7 @@ def oracle(runs: dict[str, Run], name: str) -> Run:
     return runs[name.split()[0] + " stock"]
 
 
-@pytest.mark.parametrize("name", beside(ACCELERATED, NIGHTLY))
+@pytest.mark.parametrize("name", ACCELERATED)
 def test_a_run_trains_like_stock(runs: dict[str, Run], name: str) -> None:
     run, stock = runs[name], oracle(runs, name)
     assert len(run.losses) == STEPS
@@ -168,7 +164,7 @@ def test_a_run_trains_like_stock(runs: dict[str, Run], name: str) -> None:
         assert bool(run.state[bias].any()) == (V03 or "deepseek" in name)
 
 
-@pytest.mark.parametrize("name", beside(ACCELERATED, NIGHTLY))
+@pytest.mark.parametrize("name", ACCELERATED)
 def test_parameters_log_and_graphs_of_a_run(runs: dict[str, Run], name: str) -> None:
     run = runs[name]
     assert not run.plain and run.expert_meshes

@@ -1,4 +1,4 @@
-"""verl's engine on six ranks: each layout trains as stock transformers do in one process."""
+"""verl's engine on six or eight ranks: each layout trains as stock transformers in one process."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "hsdp3-dp2-ep3-etp2": (dict(dp_replicate=3, dp_shard=2, ep=3, etp=2), {}),
     "cp3-dp2-ep2": (dict(cp=3, ep=2), {}),
     "dp3-tp2-ep3": (dict(tp=2, ep=3), OFFLOAD),
-    "pp3-dp2-ep2": (dict(pp=3, ep=2), OFFLOAD),
+    "pp3-cp2-ep2": (dict(pp=3, cp=2, ep=2), OFFLOAD),
     "cp3-tp2-ep6": (dict(cp=3, tp=2, ep=6), OFFLOAD),
     "dynamic-dp6-ep3": (dict(ep=3), DYNAMIC | OFFLOAD),
     "dynamic-pp3-dp2-ep2": (dict(pp=3, ep=2), DYNAMIC),
 }
+ALL_AXES = {"pp2-cp2-tp2-ep2": (dict(pp=2, cp=2, tp=2, ep=2), OFFLOAD)}
 FP16 = dict(dtype="float16")
 REPLAYS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "replay cp3-dp2-ep2": (dict(cp=3, ep=2), OFFLOAD),
@@ -173,7 +174,7 @@ def weights_of(engine: MoECoreEngine) -> dict[str, Tensor]:
 
 def run_case(folder: str, name: str) -> dict[str, Any]:
     """Score, train and save; return what `train_by_hand` returns."""
-    parallel, fields = CASES[name]
+    parallel, fields = (CASES | ALL_AXES)[name]
     engine, cps = engine_of(folder, parallel, **fields), set[int]()
     engine.module.register_forward_pre_hook(
         lambda model, args, inputs: cps.add(inputs.get("cp", 1)), with_kwargs=True, prepend=True
@@ -236,17 +237,22 @@ def run_replay(folder: str, parallel: dict[str, int], **fields: Any) -> dict[str
     return found | {"weights": weights_of(engine)}
 
 
-def worker(rank: int, device: torch.device, folder: str, names: list[str]) -> Any:
+def train(rank: int, device: torch.device, folder: str, names: list[str]) -> dict[str, Any]:
     seqlen_balancing.get_device_name = lambda: device.type  # verl has no platform without GPUs
     if rank == 0:
         stock_model().save_pretrained(f"{folder}/model")
     found = {"stock": gather_objects(train_by_hand() if rank == 0 else None)[0]}
-    found |= {name: run_case(folder, name) for name in names}
+    return found | {name: run_case(folder, name) for name in names}
+
+
+def worker(rank: int, device: torch.device, folder: str, names: list[str]) -> Any:
+    found = train(rank, device, folder, names)
     every = REPLAYS | {"replay dp6-ep3": (dict(ep=3), {})}
     return found | {name: run_replay(folder, p, **more) for name, (p, more) in every.items()}
 
 
 results = ranks_fixture(WORLD, worker, "name", in_folder=True)
+results_of_all_axes = ranks_fixture(8, train, "all_axes", in_folder=True)
 
 
 def distance(found: list[Tensor], wanted: list[Tensor]) -> float:
@@ -262,6 +268,16 @@ def loaded_by_stock(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_train_as_stock_transformers(name: str, results: Any) -> None:
+    check_training(name, CASES[name][1], results)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("all_axes", ALL_AXES)
+def test_tp_cp_and_pp_train_as_stock_transformers(all_axes: str, results_of_all_axes: Any) -> None:
+    check_training(all_axes, ALL_AXES[all_axes][1], results_of_all_axes)
+
+
+def check_training(name: str, fields: dict[str, Any], results: Any) -> None:
     stock, found = results["stock"], results[name]
     assert distance([row[:-1] for row in found["log-probs"]], stock["log-probs"]) < 1e-5
     assert found["entropy"] == [a + b for a, b in LENGTHS]
@@ -272,7 +288,7 @@ def test_ranks_train_as_stock_transformers(name: str, results: Any) -> None:
     assert weights.keys() == stock["weights"].keys()
     assert distance([weights[n] for n in stock["weights"]], list(stock["weights"].values())) < 1e-5
     assert found["loaded"] and found["cps"] == ({1, 2} if "dynamic" in name else {1})
-    if CASES[name][1].get("param_offload"):
+    if fields.get("param_offload"):
         assert found["offloaded"].startswith("forward must not run while buffers, weights")
 
 

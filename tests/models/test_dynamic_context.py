@@ -31,7 +31,6 @@ from moecore.packing import PackedCollator, schedule_documents
 from moecore.packing.schedule import DocumentGroup, DocumentSchedule
 from moecore.rl import RouterReplay
 from moecore.train import QKClip
-from tests.helpers.grids import beside
 from tests.helpers.ranks import ranks_fixture
 from tests.helpers.whole import gather_whole
 from tests.models.test_context_parallel import GROUPED, LATENT, dropping, relative, update
@@ -258,7 +257,7 @@ def test_plans_have_groups_of_different_sizes() -> None:
     assert [{group.cp for group in groups} for groups in plan_of(4).rounds].count({1, 2}) == 1
 
 
-@pytest.mark.parametrize("name", beside(CASES, ["sinkhorn"]))
+@pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(results: dict[str, Any], name: str) -> None:
     wrong = {what: error for what, error in results[name].items() if not error <= 1e-5}
     assert not wrong, (len(wrong), len(results[name]), wrong)

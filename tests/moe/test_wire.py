@@ -38,7 +38,7 @@ from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.records import Dispatcher
 from tests.helpers.errors import error_of
-from tests.helpers.grids import asked_for, beside
+from tests.helpers.grids import asked_for
 from tests.helpers.ranks import run_ranks
 from tests.helpers.te_definition import te_defined
 from tests.moe.dispatchers import WORLD, E, by_stores, equal, far_stores, placed, two_levels
@@ -93,14 +93,6 @@ GRID = [(folding, name) for folding in FOLDINGS for name in CASES]
 GRID += [("ep3-etp2", name) for name in WIDENED]
 # A case meets one level and two, etp and none, in one of these pairs. One level meets stores, too;
 # of two levels, cases do that change which rows travel, or their width.
-PAIRS = [("ep2-edp3", "3 x 2, etp"), ("ep3-etp2", "3 x 2")]
-OF_EXPERTS = ("latent", "weights on input", "biases", "sequential", "FC1 again")
-NIGHTLY = [
-    *((folding, name) for place, name in enumerate(CASES) for folding in PAIRS[(place + 1) % 2]),
-    *(("2 x 3, stores", name) for name in (*OF_EXPERTS, "whole layer again", "rowwise")),
-    *(("ep2-edp3", name) for name in OF_EXPERTS),
-    *(("ep3-etp2", name) for name in OF_EXPERTS),
-]
 
 
 def dispatcher_of(folding: str, fp8: bool) -> Dispatcher:
@@ -276,7 +268,7 @@ def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(WORLD, worker, cases)["everyone"]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("folding", "name"), beside(GRID, NIGHTLY, several=True))
+@pytest.mark.parametrize(("folding", "name"), GRID)
 def test_has_the_bits_of_tokens_that_were_rounded(folding, name, results) -> None:
     found = [one[f"{folding}/{name}"] for one in results]
     bits = {key for key in found[0] if key != "error" and all(one[key] for one in found)}

@@ -219,47 +219,24 @@ def adapted_on_meta(base: nn.Module, precision: Any) -> nn.Module:
     return parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), precision=precision)
 
 
-def test_files_are_quantised_tensor_by_tensor(no_group_left, tmp_path, monkeypatch) -> None:
+def test_a_merged_export_is_that_of_peft(no_group_left, tmp_path) -> None:
     """From meta to trained adapters to a merged export, without the experts' own values."""
-    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
     base = random_model("qwen3-moe", **QWEN).bfloat16()
     base.save_pretrained(tmp_path / "base")
     model = adapted_on_meta(base, "nf4")
-    assert all(p.is_meta for p in model.parameters())
-    largest = []
-    monkeypatch.setattr(
-        "moecore.moe.stored_weights.quantise",
-        lambda x, kind: largest.append(x.numel()) or quantise(x, kind),  # type: ignore[func-returns-value]
-    )
     model.to_empty(device="cpu")
     load_hf(tmp_path / "base", model)
     init_adapters(model)
-    experts = matrices(model)
-    assert max(largest) < min(p.numel() for p in experts.values())  # an expert at a time
-    originals = base.state_dict()
-    for name, param in experts.items():
-        original = originals[name.removeprefix("base_model.model.")]
-        assert param.dtype == torch.bfloat16
-        assert get_local_tensor(param).untyped_storage().nbytes() == 2
-        blocks, wanted = get_four_bit_blocks(param), quantise(original, "nf4")
-        assert blocks is not None and torch.equal(blocks.values, wanted.values)
-        assert torch.equal(blocks.scales, wanted.scales)
     with torch.no_grad():
         for key, param in model.named_parameters():
             if "lora_" in key:
                 get_local_tensor(param).normal_(std=0.1)
-    ids = batches(0)[0]["input_ids"]
-    with torch.no_grad():
-        adapted = model(input_ids=ids, use_cache=False).logits
     save_adapters(model, tmp_path / "adapters")
     with pytest.raises(ValueError, match="must be merged into the weights"):
         export_hf(model, tmp_path / "merged")
     merge_adapters(model)
-    with torch.no_grad():
-        merged = model(input_ids=ids, use_cache=False).logits
-    assert torch.allclose(merged, adapted, rtol=0.05, atol=0.05 * adapted.abs().max().item())
     export_hf(model, tmp_path / "merged")
     with pytest.raises(ValueError, match="active adapters that are not merged"):
         merge_adapters(model)
@@ -271,7 +248,6 @@ def test_files_are_quantised_tensor_by_tensor(no_group_left, tmp_path, monkeypat
                 param.copy_(dequantise(quantise(param, "nf4"), torch.float32))
     expected = peft.PeftModel.from_pretrained(stock, tmp_path / "adapters").merge_and_unload()
     stored = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
-    assert load_file(tmp_path / "merged" / "model.safetensors")
     for (name, wanted), value in zip(expected.named_parameters(), stored.parameters(), strict=True):
         scale = wanted.abs().max().item()
         assert torch.allclose(value.float(), wanted, rtol=2**-8, atol=1e-3 * scale), name

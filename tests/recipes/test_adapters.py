@@ -133,6 +133,7 @@ BAD_WORDS = {
     f"{LORA} train=b": "--adapters (train=b) must not have the name of a method of nn.Module",
     f"{LORA} a=b --data c": "--data ((PosixPath('c'),)) must not go with --adapters",
     f"{LORA} a=b --aux-loss 0.1": "--aux-loss (0.1) must not go with --adapters",
+    f"{LORA} a=b --clones": "--clones (True) must not go with --adapters",
     f"{LORA} a=b --pp 2 --ep 1": "--pp (True) must not go with --adapters",
     f"{LORA} a=b --no-lora-experts --lora-dora": "--lora-dora (True) must not go with --adapters",
     f"{LORA} a=b --objective dpo": "--objective (dpo) must not go with --adapters",

@@ -69,6 +69,11 @@ def test_a_file_stands_for_flags_and_flags_win(pretrain: ModuleType, tmp_path: P
     assert (both.parallel["cp"], both.memory.offload, both.model["num_heads"]) == (4, (), 2)
 
 
+def test_dim_is_of_the_decoder_and_its_experts(pretrain: ModuleType) -> None:
+    config = pretrain.parse_arguments(["--preset", "tiny", "--dim", "64"]).make_decoder_config()
+    assert (config.dim, config.moe.dim) == (64, 64)
+
+
 def test_a_run_saves_what_makes_the_same_run(pretrain: ModuleType, tmp_path: Path) -> None:
     args = pretrain.parse_arguments([*FLAGS.split(), "--run-dir", str(tmp_path), "--aux-loss", "1"])
     config = args.make_decoder_config()

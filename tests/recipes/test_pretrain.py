@@ -111,6 +111,18 @@ def test_a_killed_run_goes_on_on_any_ranks(corpus: Path, straight: Path, tmp_pat
 
 
 @pytest.mark.slow
+def test_a_pipeline_reports_the_layers_of_all_stages(tmp_path: Path) -> None:
+    run = "--preset tiny --tokens random --num-layers 3 --seq-len 16 --batch-size 1 --grad-accum 2"
+    run += " --steps 1 --sample-every 0 --eval-every 0 --checkpoint-every 0 --aux-loss 0.01 --pp"
+    for pp in (1, 2):
+        run_in_forks(f"{run} {pp} --run-dir {tmp_path}/{pp}".split(), num_ranks=pp)
+    (one,), (two,) = (metrics(tmp_path / str(pp)) for pp in (1, 2))
+    loads = [row.pop(f"expert_loads/model.layers.{i}.mlp") for i in (1, 2) for row in (one, two)]
+    assert loads[::2] == loads[1::2] and two == pytest.approx(one, rel=1e-5)
+    assert {"balance_loss/model.layers.1.mlp", "balance_loss/model.layers.2.mlp"} <= two.keys()
+
+
+@pytest.mark.slow
 def test_weights_in_host_memory_are_the_same_run(corpus, straight, tmp_path) -> None:
     run_in_forks(words(corpus, tmp_path, "--offload-params"))
     assert metrics(tmp_path) == metrics(straight)

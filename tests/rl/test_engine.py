@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from moecore import TrainStep
 from moecore.base.torch_private import get_local_tensor
@@ -16,6 +14,7 @@ from moecore.models import Decoder
 from moecore.rl import DPO, GRPO, GSPO, PPO, Engine, OwnObjective, Rollouts, group_advantages
 from moecore.train import AdamW
 from tests.families.transformers.hf_models import random_model
+from tests.helpers.operations import Operations
 from tests.rl import engine_cases
 from tests.rl.replay_cases import equal, worst
 
@@ -147,49 +146,40 @@ def test_numbers_outside_of_responses_are_not_read() -> None:
     assert equal(*found)
 
 
-class Widths(TorchDispatchMode):
-    """Notes how many rows matrices of so many columns have."""
-
-    def __init__(self, columns: int) -> None:
-        super().__init__()
-        self.columns = columns
-        self.rows: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and leaf.ndim > 1 and leaf.shape[-1] == self.columns:
-                self.rows.add(leaf.shape[:-1].numel())
-        return out
-
-
 def test_logits_of_all_tokens_never_exist() -> None:
     sizes = replace(engine_cases.config(), vocab_size=131)
     engine, rollouts = engine_cases.engine_of(Decoder(sizes)), engine_cases.rollouts_of(1)
-    with Widths(131) as seen:
+
+    def count_rows(_: Any, out: Any) -> int | None:
+        is_wide = isinstance(out, Tensor) and out.ndim > 1 and out.shape[-1] == 131
+        return out.shape[:-1].numel() if is_wide else None
+
+    with Operations(count_rows) as seen:
         engine.log_probs(rollouts, entropy=True)
         engine.forward_backward(rollouts, PPO(entropy_coef=0.1))
-    assert seen.rows - {sizes.dim} == set(range(1, 8)) & seen.rows, "the head, and chunks of 7"
-    assert max(seen.rows - {sizes.dim}) == sizes.ce_chunk_tokens == 7
+    assert max({*seen.found} - {sizes.dim}) == sizes.ce_chunk_tokens == 7  # the head has `dim` rows
+
+
+def numbers_of(model: nn.Module, device: str, **options: Any) -> dict[str, Tensor]:
+    """Return the loss, log-probabilities and gradients of an objective that replays routes."""
+    engine = engine_cases.engine_of(model.to(device), device=device, **options)
+    given = engine_cases.moved(whole_rollouts(), device)
+    routes = engine.log_probs(given, entropy=True, routes=True).routes_NLK
+    result = engine.forward_backward(given.replace(routes_NLK=routes), GSPO(entropy_coef=0.1))
+    numbers = {"loss": result.loss, "log_probs": result.scores.log_probs_N}
+    return {n: x.cpu() for n, x in (numbers | engine_cases.gradients(model)).items()}
 
 
 @pytest.mark.gpu
 def test_on_cuda_numbers_are_those_of_the_cpu() -> None:
-    found = []
-    for device in ("cpu", "cuda"):
-        model = copy.deepcopy(plain()).to(device)
-        engine, given = (
-            engine_cases.engine_of(model, device=device),
-            engine_cases.moved(whole_rollouts(), device),
-        )
-        routes = engine.log_probs(given, entropy=True, routes=True).routes_NLK
-        result = engine.forward_backward(given.replace(routes_NLK=routes), GSPO(entropy_coef=0.1))
-        numbers = {
-            "loss": result.loss,
-            "log_probs": result.scores.log_probs_N,
-        } | engine_cases.gradients(model)
-        found.append({n: x.cpu() for n, x in numbers.items()})
-    assert worst(found[1], found[0]) < 1e-4
+    found = numbers_of(copy.deepcopy(plain()), "cuda")
+    assert worst(found, numbers_of(copy.deepcopy(plain()), "cpu")) < 1e-4
+
+
+def test_numbers_of_a_model_in_fp64_are_those_in_fp32() -> None:
+    expected = numbers_of(copy.deepcopy(plain()).double(), "cpu", expert_backend="sequential")
+    assert expected["log_probs"].dtype == torch.float32
+    assert worst(numbers_of(copy.deepcopy(plain()), "cpu"), expected) < 1e-4
 
 
 def test_group_advantages() -> None:

@@ -17,7 +17,6 @@ from moecore import Meshes, ParallelConfig, build_meshes, parallelize_moe
 from moecore.base.torch_private import get_local_tensor
 from moecore.rl import RouterReplay
 from moecore.rl.choices import Choices
-from tests.helpers.grids import beside
 from tests.helpers.ranks import ranks_fixture
 from tests.helpers.whole import gather_whole
 from tests.rl import replay_cases
@@ -134,7 +133,7 @@ def worker(rank: int, device: torch.device, cases: list[tuple[str, str]]) -> dic
 results = ranks_fixture(4, worker, "name", "folding")
 
 
-@pytest.mark.parametrize(("name", "folding"), beside(CASES, CASES[1::2], several=True))
+@pytest.mark.parametrize(("name", "folding"), CASES)
 def test_replay_on_ranks(name: str, folding: str, results: dict[str, list[Any]]) -> None:
     ranks = results[f"{name}/{folding}"]
     for rank, result in enumerate(ranks):

@@ -93,6 +93,8 @@ class Sequence:
     # the tokens that this cp rank's attention receives; None = all. The first three fields describe
     # the full rows in both cases
     local_tokens: LocalTokens | None = None
+    # 0, or k in the k-th multi-token prediction, where a document's last k tokens are padding
+    depth: int = 0
     # keys and values of earlier tokens, in generation; None = attention reads this forward's tokens
     cache: KVCache | None = None
 

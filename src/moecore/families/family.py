@@ -105,7 +105,7 @@ class TransformersFamily(ProtocolFamily):
         fuse_hyper_connections([m for m in model.modules() if stock.is_stock_forward(m, LAYER)])
 
     @override
-    def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
+    def has_tokens(self, inputs: Mapping[str, Any], depth: int = 0) -> bool | Tensor:
         """Return whether any token is not padding; a 0-dim bool tensor if `inputs` has a mask."""
         mask_BT = inputs.get("padding_mask")
         if mask_BT is not None:

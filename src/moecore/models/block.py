@@ -76,6 +76,7 @@ class Block(nn.Module):
             cu_seqlens=sequence.cu_seqlens,
             cp=None if sequence.local_tokens is None else sequence.local_tokens.cp.size,
             token_ids=sequence.token_ids_BT,
+            depth=sequence.depth,
         )
         return x_BTD + out_BTD
 

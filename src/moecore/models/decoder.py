@@ -310,7 +310,7 @@ class Decoder(nn.Module):
                 h_BTD = states[-1].view_as(states[-1])
                 if is_detached:
                     e_BTD, h_BTD = e_BTD.detach(), h_BTD.detach() if depth == 1 else h_BTD
-                mtp_sequence = replace(sequence, padding_mask_BT=mask_BT)
+                mtp_sequence = replace(sequence, padding_mask_BT=mask_BT, depth=depth)
                 states.append(self.mtp[index](h_BTD, e_BTD, mtp_sequence))
             if stage.loss:
                 targets_BT = sequence.shift_tokens(labels_BT, depth, IGNORE_INDEX)

@@ -179,7 +179,7 @@ class LatentAttention(nn.Module):
             return y_BTHv
         assert self.indexer_config is not None
         loss = self.indexer_config.loss_coef * compute_mean_divergence(out.divergence_t, sequence)
-        return self.aux_loss.attach_loss(y_BTHv, loss)  # type: ignore[no-any-return]
+        return self.aux_loss.attach_loss(y_BTHv, loss, sequence.depth)  # type: ignore[no-any-return]
 
     def _compute_heads(
         self, q_BTQ: Tensor, c_BTC: Tensor, k_BTr: Tensor, sequence: Sequence

@@ -21,8 +21,9 @@ class LossFactors:
     def __init__(self) -> None:
         self.gradient_scale = 1.0
         self.loss_scale: weakref.ref[Tensor] | None = None  # see `MoEState.set_loss_scale`
-        # Micro-batches of all data ranks over those with tokens; None =
-        # `MoEState.announce_micro_batches` has not been called in this step.
+        # Micro-batches of all data ranks over those with tokens, for the decoder and for each
+        # further prediction; None = `MoEState.announce_micro_batches` has not been called in this
+        # step.
         self.token_weight: Tensor | None = None
 
     def compute_losses_grad(self, losses: Tensor) -> Tensor:
@@ -49,14 +50,15 @@ class AuxLoss(LossFactors):
         self.total: Tensor | None = None  # fp32 scalar, changed in place; made by a backward
 
     @torch.compiler.disable  # its backward counts on the host
-    def attach_loss(self, y: Tensor, loss: Tensor) -> Tensor:
+    def attach_loss(self, y: Tensor, loss: Tensor, depth: int = 0) -> Tensor:
         """Return y; its backward adds the scalar `loss` to `total` and runs the backward of `loss`.
 
-        Raises ValueError if y is fp16 and no loss scale is set.
+        `depth` is 0, or k in the k-th multi-token prediction. Raises ValueError if y is fp16 and no
+        loss scale is set.
         """
         self.check_loss_scale(y)
         if self.token_weight is not None:
-            loss = loss * self.token_weight
+            loss = loss * self.token_weight[depth]
         return _AttachLoss.apply(y, loss, self)  # type: ignore[no-any-return]
 
     def get_step_total(self, device: torch.device) -> Tensor:

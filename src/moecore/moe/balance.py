@@ -165,7 +165,12 @@ class LoadTracker(LossFactors):
             )
 
     def attach_losses(
-        self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
+        self,
+        y: Tensor,
+        routing: Routing,
+        micro_batch: MicroBatch,
+        bias_E: Tensor | None,
+        depth: int = 0,
     ) -> Tensor:
         """Return y; its backward adds the auxiliary losses' gradient and counts experts' tokens."""
         if not (torch.is_grad_enabled() and y.requires_grad):
@@ -173,7 +178,7 @@ class LoadTracker(LossFactors):
         attach: Any = self._attach_losses
         if torch.compiler.is_compiling():
             attach = self._attach_losses_uncompiled
-        return attach(y, routing, micro_batch, bias_E)  # type: ignore[no-any-return]
+        return attach(y, routing, micro_batch, bias_E, depth)  # type: ignore[no-any-return]
 
     # Dynamo would guard on the Python state, which changes with every micro-batch, and recompile.
     @torch.compiler.disable
@@ -181,7 +186,12 @@ class LoadTracker(LossFactors):
         return self._attach_losses(*args)
 
     def _attach_losses(
-        self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
+        self,
+        y: Tensor,
+        routing: Routing,
+        micro_batch: MicroBatch,
+        bias_E: Tensor | None,
+        depth: int,
     ) -> Tensor:
         """Compute the losses, and return y, whose backward calls `commit_counts`."""
         self._move_counts_to_device(y.device)
@@ -214,7 +224,7 @@ class LoadTracker(LossFactors):
                 self.groups.select_cp_groups(micro_batch.cp),
                 prior_counts_E=prior_E,
                 sequence_ids_T=sequences_T,
-                token_weight=self.token_weight,
+                token_weight=None if self.token_weight is None else self.token_weight[depth],
                 ranks_with_tokens=self.ranks_with_tokens if observes else None,
             )
         quantile = config.balance.bias_update == "quantile"

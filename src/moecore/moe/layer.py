@@ -179,14 +179,19 @@ class RoutedLayer(nn.Module):
         return (y_TL + rows_TL * zero_weights_T1).to(y_TL.dtype)
 
     def _track_load(
-        self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
+        self,
+        y: Tensor,
+        routing: Routing,
+        micro_batch: MicroBatch,
+        bias_E: Tensor | None,
+        depth: int = 0,
     ) -> Tensor:
         """Return y, whose backward counts loads and auxiliary losses, or warns in eval mode."""
         if not self.training:
             if y.requires_grad and not torch.compiler.is_compiling():
                 y.register_hook(_warn_about_eval_mode)
             return y
-        return self.tracker.attach_losses(y, routing, micro_batch, bias_E)
+        return self.tracker.attach_losses(y, routing, micro_batch, bias_E, depth)
 
 
 class MoELayer(RoutedLayer, BiasOwner):
@@ -296,6 +301,7 @@ class MoELayer(RoutedLayer, BiasOwner):
         *,
         cp: int | None = None,
         token_ids: Tensor | None = None,
+        depth: int = 0,
     ) -> Tensor:
         """Return the layer's output for any number of tokens, zero included.
 
@@ -311,6 +317,8 @@ class MoELayer(RoutedLayer, BiasOwner):
                 None = the cp degree of the meshes.
             token_ids: integers, shape of x without D, in [0, hash_vocab_size). Only assignment
                 "hash" reads them. Padding may have any id in this range.
+            depth: 0, or k in the k-th multi-token prediction, whose auxiliary losses are a mean
+                over the micro-batches with a document of more than k tokens.
 
         Returns:
             The output, in the shape and dtype of x. Auxiliary losses do not change the output; its
@@ -348,7 +356,7 @@ class MoELayer(RoutedLayer, BiasOwner):
             y_TD = y_TD + shared.wait_for_output()
         y = y_TD.to(x.dtype)
         y = y if x.ndim == 2 else y.view(x.shape)
-        return self._track_load(y, routing, micro_batch, router.selection_bias)
+        return self._track_load(y, routing, micro_batch, router.selection_bias, depth)
 
     def _run_shared_experts(self, x_TD: Tensor) -> Tensor | None:
         """Return the shared expert's output, [T, D]; None without a shared expert."""

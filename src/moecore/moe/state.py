@@ -75,11 +75,12 @@ class MoEState:
 
     @torch.no_grad()
     def announce_micro_batches(
-        self, have_tokens: Sequence[bool | Tensor], device: torch.device
+        self, have_tokens: Sequence[Sequence[bool | Tensor]], device: torch.device
     ) -> None:
         """Announce for each micro-batch of the next step whether this rank has tokens in it.
 
-        Collective (one small all-reduce) if there are auxiliary losses. No host sync.
+        A micro-batch has one value for the decoder and one for each further prediction. Collective
+        (one small all-reduce) if there are auxiliary losses. No host sync.
         """
         trackers = [la.tracker for la in self.layers.values() if la.config.balance.needs_loss]
         owners = [*trackers, *self._aux_losses.values()]
@@ -89,9 +90,10 @@ class MoEState:
             copy_to_device(has_tokens, device).float()
             if isinstance(has_tokens, Tensor)
             else torch.full((), float(has_tokens), device=device, dtype=torch.float32)
-            for has_tokens in have_tokens
+            for of_depths in have_tokens
+            for has_tokens in of_depths
         ]
-        number = torch.stack(flags).sum()
+        number = torch.stack(flags).view(len(have_tokens), -1).sum(0)
         group, of_all = self.groups.global_batch, len(have_tokens)
         # Ranks that share a micro-batch have equal flags, which cancel in the quotient.
         if group is not None and self.groups.data_ranks > 1:

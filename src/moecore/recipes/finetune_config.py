@@ -107,6 +107,7 @@ def check_adapters(args: FinetuneConfig) -> None:
         ("--lora-dora", args.lora.dora),
         ("--aux-loss", args.aux_loss),
         ("--pp", args.get_degree("pp") > 1),
+        ("--clones", args.lora.experts and args.make_dispatch_options().clones is not None),
         ("--cuda-graph", args.cuda_graph),
         ("--dynamic-cp", args.sharding.dynamic_cp),
         ("--sdc-check-every", args.sdc_check),

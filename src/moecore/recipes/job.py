@@ -20,7 +20,7 @@ from moecore.planning.options import DEGREES
 from moecore.recipes.data import BatchShape, GraphedStep, StepBatch
 from moecore.recipes.errors import SAVES_MEMORY
 from moecore.recipes.hangs import HangWatch
-from moecore.recipes.metrics import Metrics, find_peak_tflops
+from moecore.recipes.metrics import Metrics, StageMetrics, find_peak_tflops
 from moecore.recipes.moves import ExpertMoves
 from moecore.recipes.options import RunConfig
 from moecore.recipes.parser import format_toml
@@ -83,6 +83,7 @@ class TrainingJob(ABC, Generic[BatchT]):
             skip_spikes=args.skip_spikes,
         )
         self.moves = ExpertMoves(args.move_experts_every, self.device)
+        self.stage_metrics = StageMetrics(self.meshes, self.model)
         owners = self.owner, self.moves
         restored = self.model, self.optimizers, self.facts, *owners, self.batches.sampler
         self.toml = format_toml((args.run or args).resolve())

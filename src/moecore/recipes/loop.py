@@ -29,7 +29,6 @@ from moecore.base.streams import copy_to_device
 from moecore.io import Saver
 from moecore.io.checkpoint.ranks import run_on_first_rank
 from moecore.parallel.mesh import start_process_group
-from moecore.parallel.model.parallel_state import get_moe_state
 from moecore.recipes.errors import (
     ARGUMENT_ERRORS,
     RUN_ERRORS,
@@ -332,6 +331,7 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
         result = replace(job.finish_step(), lr=lr)  # without the factors of the first group
     orders = job.moves.orders  # of this step
     lines = job.moves.end_step(step, job, result.metrics.tokens_per_expert)
+    result = replace(result, metrics=job.stage_metrics.gather(result.metrics))
     dist.all_reduce(loss)
     loss = loss / copies
     times_RP = job.stragglers.gather()
@@ -345,7 +345,7 @@ def train_step(job: TrainingJob[Any], step: int, *, stops: bool = False) -> Laun
         result=result,
         counts=counts,
         ep=job.meshes.parallel.ep,
-        num_experts={n: x.config.num_experts for n, x in get_moe_state(job.model).layers.items()},
+        num_experts=job.stage_metrics.num_experts,
         orders=orders,
         lines=lines,
         logs_loads=logs_loads,

@@ -17,10 +17,14 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from moecore.base.fields import CheckedRecord
+from moecore.base.rank_checks import gather_objects
 from moecore.models import DecoderConfig, flops_per_token
+from moecore.moe.metrics import MoEMetrics
+from moecore.parallel.mesh import Meshes
+from moecore.parallel.model.parallel_state import get_moe_state
 from moecore.planning.gpus import TERA, find_bf16_flops
 from moecore.recipes.files import read_lines
 from moecore.train.step_result import StepResult
@@ -52,6 +56,46 @@ class Moment:
         return milliseconds / 1e3
 
 
+class StageMetrics:
+    """Gathers metrics of the MoE layers of all pipeline stages. Collective over pp.
+
+    Attributes:
+        num_experts: by MoE layer of all stages; loads after these are of zero experts.
+    """
+
+    def __init__(self, meshes: Meshes, model: nn.Module) -> None:
+        layers = get_moe_state(model).layers
+        self.num_experts = {name: layer.config.num_experts for name, layer in layers.items()}
+        self._device, self._group = meshes.device, None
+        if meshes.parallel.pp > 1:
+            self._group = meshes.dense.get_group("pp")
+            for of_stage in gather_objects(self.num_experts, self._group):
+                self.num_experts |= of_stage
+        # Of each tensor of all stages: field, layer, shape, dtype, number of its stage.
+        self._entries: list[tuple[str, str, torch.Size, torch.dtype, int]] | None = None
+
+    def gather(self, metrics: MoEMetrics) -> MoEMetrics:
+        """Return metrics with the layers of all stages. The first call synchronizes the device."""
+        if self._group is None:
+            return metrics
+        of_fields = {f.name: getattr(metrics, f.name) for f in fields(MoEMetrics)}
+        if self._entries is None:
+            local = [(f, n, x.shape, x.dtype) for f, of in of_fields.items() for n, x in of.items()]
+            of_stages = gather_objects(local, self._group)
+            self._entries = [(*e, i) for i, of_stage in enumerate(of_stages) for e in of_stage]
+        sizes, stage = [entry[2].numel() for entry in self._entries], self._group.rank()
+        flat = torch.zeros(sum(sizes), dtype=torch.float64, device=self._device)  # exact to 2^53
+        parts = flat.split(sizes)
+        for (name, layer, *_, owner), part in zip(self._entries, parts, strict=True):
+            if owner == stage:
+                part.copy_(of_fields[name][layer].flatten())
+        dist.all_reduce(flat, group=self._group)
+        gathered: dict[str, dict[str, Tensor]] = {name: {} for name in of_fields}
+        for (name, layer, shape, dtype, _), part in zip(self._entries, parts, strict=True):
+            gathered[name][layer] = part.view(shape).to(dtype)
+        return MoEMetrics(**gathered)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchedStep:
     """A launched optimizer step, which may still run on the GPU; its tensors are on the device."""
@@ -81,7 +125,7 @@ class LaunchedStep:
             values = {"loss": self.loss.item(), **self.result.to_dict()}
             extra = {name: float(value) for name, value in self.extra.items()}
         loads = take_expert_loads(values, self.result.metrics.tokens_per_expert)
-        if loads:  # else a dense model, or a pipeline stage without MoE layers
+        if loads:  # else a dense model
             values["rank_load_max_over_mean"] = fmean(
                 compute_rank_imbalance(
                     loads_E[: self.num_experts[name]], self.ep, self.orders.get(name)

@@ -134,10 +134,11 @@ class PretrainConfig(ShardedConfig):
         if self.hf_config is not None:
             config = read_decoder_config(self.hf_config)
         else:
-            config = replace(preset(self.preset), **self.model)
-            capacity = self.capacity or get_moe_config(config).capacity
-            moe = replace(get_moe_config(config), **self.moe, dim=config.dim, capacity=capacity)
-            config = replace(config, moe=moe)
+            config = preset(self.preset)
+            moe, dim = get_moe_config(config), self.model.get("dim", config.dim)
+            moe = replace(moe, **self.moe, dim=dim, capacity=self.capacity or moe.capacity)
+            # Together: rules of DecoderConfig relate its fields to those of its MoE layers.
+            config = replace(config, **self.model, moe=moe)
         coef = {} if self.aux_loss is None else {"micro_batch_coef": self.aux_loss}
         moe = get_moe_config(config)
         values = {**self.balance, **coef} or self.choose_balance(config)

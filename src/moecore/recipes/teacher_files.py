@@ -227,7 +227,7 @@ def write_teacher_files(
             pending.extend(zip([examples[i] for i in idxs], ids, log_probs, strict=True))
             if sum(part.nbytes for _, _, part in pending) >= FILE_BYTES:
                 flush(draft)
-        if pending:
-            flush(draft)
+        # Rank 0 publishes the directory when all ranks have written their last files.
+        run_and_share_errors(lambda: flush(draft) if pending else None)
 
     write_export(target, write, lambda _draft: None)

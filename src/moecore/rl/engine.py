@@ -379,9 +379,9 @@ class Engine:
             log_probs_N = row.scatter_to_tokens(log_probs_BT)
             entropy_N = None if entropy_BT is None else row.scatter_to_tokens(entropy_BT)
             if row.is_first:
-                scores.log_probs_N[row.token_idx_N] = log_probs_N.detach()
+                scores.log_probs_N[row.token_idx_N] = log_probs_N.detach().float()
             if row.is_first and entropy_N is not None and scores.entropy_N is not None:
-                scores.entropy_N[row.token_idx_N] = entropy_N.detach()
+                scores.entropy_N[row.token_idx_N] = entropy_N.detach().float()
             if objective is None or shares_N is None:
                 return log_probs_N.new_zeros(())
             loss_N = objective(log_probs_N, entropy_N, row.rollouts)

@@ -22,7 +22,7 @@ from moecore.base.torch_private import annotate_range
 from moecore.moe.pairs import Pairs
 from moecore.moe.state import NumMicroBatches
 from moecore.parallel.fsdp.progress import Progress, check_grad_enabled, check_requires_grad
-from moecore.parallel.model.clip import GradientNorm, clip_and_step, unscale_and_clip_
+from moecore.parallel.model.clip import GradientNorm, clip_and_step
 from moecore.parallel.model.parallel_state import (
     all_reduce_stage_copies,
     end_argument_comparison,
@@ -256,8 +256,9 @@ class TrainStep:
         Args:
             micro_batches: as in `forward_backward`; only masks and shapes are read.
         """
-        has_tokens = self._request.family.has_tokens
-        flags = [has_tokens(inputs) for inputs in micro_batches]
+        family = self._request.family
+        depths = range(1 + family.count_predictions(self.model))
+        flags = [[family.has_tokens(inputs, k) for k in depths] for inputs in micro_batches]
         for state in self._states:
             state.announce_micro_batches(flags, self._request.meshes.device)
 
@@ -383,15 +384,7 @@ class TrainStep:
                 "clip() out, finish() does it"
             )
         self._progress.check_complete("clip()", self.num_micro_batches)
-        with annotate_range("moecore::clip"):
-            self._norm = unscale_and_clip_(
-                self.model,
-                self._max_norm,
-                self._scale_value,
-                groups=self._clip_groups,
-                has_invalid_grads=self._compute_skip_flag(),
-                skip_threshold=None if self._spikes is None else self._spikes.compute_limit(),
-            )
+        self._norm = self._clip_and_step(self._compute_skip_flag())
         return self._norm
 
     @publish_errors("finish()")
@@ -425,15 +418,7 @@ class TrainStep:
             for state in self._states:
                 state.check_step()
             if self.optimizers:
-                self._norm = clip_and_step(
-                    self.model,
-                    self._max_norm,
-                    self.optimizers,
-                    groups=self._clip_groups,
-                    loss_scale=self._scale_value,
-                    has_invalid_grads=is_wrong,
-                    skip_threshold=None if self._spikes is None else self._spikes.compute_limit(),
-                )
+                self._norm = self._clip_and_step(is_wrong)
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
             norm, self._norm = self._norm, None
@@ -497,3 +482,15 @@ class TrainStep:
         values = self._reruns.has_shortage(), end_argument_comparison(self.model)
         flags = [flag for flag in values if flag is not None]
         return torch.stack(flags).any() if flags else None
+
+    def _clip_and_step(self, is_wrong: Tensor | None) -> GradientNorm:
+        """Clip all gradients and step the optimizers, if any; `is_wrong` skips the step."""
+        return clip_and_step(
+            self.model,
+            self._max_norm,
+            self.optimizers,
+            groups=self._clip_groups,
+            loss_scale=self._scale_value,
+            has_invalid_grads=is_wrong,
+            skip_threshold=None if self._spikes is None else self._spikes.compute_limit(),
+        )

@@ -48,7 +48,6 @@ class Case:
     rate: float = 0.05
     options: dict[str, Any] = field(default_factory=dict)
     tamper: str = ""
-    nightly: bool = False
     cps: tuple[int, ...] = ()  # of the groups of a micro-batch, with dynamic context parallelism
 
     @property
@@ -90,27 +89,27 @@ CASES = {
         options=dict(max_position_embeddings=8, rope_parameters=DYNAMIC),
     ),
     "qwen3, documents balanced": make_case(
-        "qwen3-moe", "cp2-ep2", "packed checkpointing nightly", balance=BALANCED
+        "qwen3-moe", "cp2-ep2", "packed checkpointing", balance=BALANCED
     ),
-    "mixtral, both, packed": make_case("mixtral", "cp4-ep4", "packed nightly", way="a2a+p2p"),
+    "mixtral, both, packed": make_case("mixtral", "cp4-ep4", "packed", way="a2a+p2p"),
     "mixtral, window, rows": make_case("mixtral", "cp2-ep4", options=dict(sliding_window=6)),
-    "deepseek, heads, rows": make_case("deepseek-v3", "cp4-ep2", "nightly"),
-    "deepseek, ring, packed": make_case("deepseek-v3", "cp2-ep4", "packed nightly", way="p2p"),
+    "deepseek, heads, rows": make_case("deepseek-v3", "cp4-ep2"),
+    "deepseek, ring, packed": make_case("deepseek-v3", "cp2-ep4", "packed", way="p2p"),
     "gpt-oss, heads, packed": make_case("gpt-oss", "cp2-ep4", "packed"),
     "qwen3, tp, packed": make_case(
         "qwen3-moe", "cp2-tp2-ep4", "packed checkpointing", balance=BALANCED
     ),
     "deepseek, tp, padded": make_case("deepseek-v3", "cp2-tp2-ep2", "packed padded sum"),
-    "gpt-oss, tp, rows": make_case("gpt-oss", "cp2-tp2-ep4", "nightly"),
-    "gpt-oss, gathered, rows": make_case("gpt-oss", "cp4-ep4", "nightly"),
+    "gpt-oss, tp, rows": make_case("gpt-oss", "cp2-tp2-ep4"),
+    "gpt-oss, gathered, rows": make_case("gpt-oss", "cp4-ep4"),
     "gated delta, packed": make_case(
         "qwen3_5_moe", "cp2-ep2", "packed calm", recompute="gemm_last"
     ),
-    "gated delta, rows": make_case("qwen3_5_moe", "cp4-ep2", "checkpointing calm nightly"),
+    "gated delta, rows": make_case("qwen3_5_moe", "cp4-ep2", "checkpointing calm"),
     "gated delta, short documents": make_case("qwen3_next", "cp4-ep4", "packed sum calm"),
     "kimi delta, tp, packed": make_case("kimi_linear", "cp2-tp2-ep4", "packed sum calm"),
     "state space, tp, packed": make_case("nemotron_h", "cp2-tp2-ep2", "packed checkpointing calm"),
-    "state space, packed": make_case("granitemoehybrid", "cp4-ep2", "packed calm nightly"),
+    "state space, packed": make_case("granitemoehybrid", "cp4-ep2", "packed calm"),
     "sparse, packed": make_case(
         "deepseek_v32",
         "cp2-ep4",
@@ -127,49 +126,45 @@ CASES = {
         rate=0.004,
     ),
     "sparse, shared indexer, tp, packed": make_case(
-        "glm_moe_dsa", "cp2-tp2-ep4", "packed sum calm nightly"
+        "glm_moe_dsa", "cp2-tp2-ep4", "packed sum calm"
     ),
     "sparse, gates, packed": make_case(
-        "axk2", "cp2-ep4", "packed calm nightly", indexer=IndexerConfig(loss_coef=0.5)
+        "axk2", "cp2-ep4", "packed calm", indexer=IndexerConfig(loss_coef=0.5)
     ),
     "sparse and windows, tp, packed": make_case("dots3_note", "cp2-tp2-ep4", "packed calm"),
     # At a second step, and of rows of one data rank, gradients of stock's hyper-connections in fp32
     # are 1e-5 and 4e-4 away from fp64.
     "sparse, sinks, tp, packed": make_case("hy_v4", "cp2-tp2-ep4", "packed sum calm"),
-    "sparse, sinks, rows": make_case("hy_v4", "cp2-ep2", "calm nightly"),
+    "sparse, sinks, rows": make_case("hy_v4", "cp2-ep2", "calm"),
     "compressed, packed": make_case("deepseek_v4", "cp2-ep4", "packed calm", recompute="gemm_last"),
     "compressed, tp, packed": make_case(
-        "deepseek_v4", "cp2-tp2-ep4", "packed sum checkpointing calm nightly"
+        "deepseek_v4", "cp2-tp2-ep4", "packed sum checkpointing calm"
     ),
-    "compressed, rows": make_case("deepseek_v4", "cp4-ep2", "calm nightly"),
-    "gated delta, tp, rows": make_case("qwen3_next", "cp2-tp2-ep4", "calm nightly"),
+    "compressed, rows": make_case("deepseek_v4", "cp4-ep2", "calm"),
+    "gated delta, tp, rows": make_case("qwen3_next", "cp2-tp2-ep4", "calm"),
     "qwen3, a cp for each group": make_case(
         "qwen3-moe", "ep4", "packed checkpointing sum", balance=BALANCED, cps=(2, 1, 1)
     ),
-    "gpt-oss, a cp for each group": make_case(
-        "gpt-oss", "ep2", "packed sum nightly", cps=(1, 1, 2)
-    ),
+    "gpt-oss, a cp for each group": make_case("gpt-oss", "ep2", "packed sum", cps=(1, 1, 2)),
     "gated delta, a cp for each group": make_case(
-        "qwen3_next", "ep4", "packed sum calm nightly", cps=(2, 1, 1)
+        "qwen3_next", "ep4", "packed sum calm", cps=(2, 1, 1)
     ),
     "sparse, a cp for each group": make_case(
-        "deepseek_v32", "ep4", "packed sum calm nightly", cps=(2, 1, 1)
+        "deepseek_v32", "ep4", "packed sum calm", cps=(2, 1, 1)
     ),
     "short convolution, packed": make_case("lfm2_moe", "cp4-ep4", "packed checkpointing calm"),
-    "short convolution, tp, rows": make_case("lfm2_moe", "cp2-tp2-ep4", "sum calm nightly"),
+    "short convolution, tp, rows": make_case("lfm2_moe", "cp2-tp2-ep4", "sum calm"),
     "chunks and temperatures, packed": make_case("llama4", "cp2-ep4", "packed checkpointing calm"),
-    "chunks and temperatures, rows": make_case("llama4", "cp2-ep2", "sum calm nightly"),
+    "chunks and temperatures, rows": make_case("llama4", "cp2-ep2", "sum calm"),
     "lightning, tp, packed": make_case("minimax", "cp2-tp2-ep4", "packed checkpointing calm"),
-    "lightning, rows": make_case("minimax", "cp4-ep4", "sum calm nightly", recompute="gemm_last"),
-    "text of unlimited_ocr, packed": make_case("unlimited_ocr", "cp2-ep4", "packed calm nightly"),
+    "lightning, rows": make_case("minimax", "cp4-ep4", "sum calm", recompute="gemm_last"),
+    "text of unlimited_ocr, packed": make_case("unlimited_ocr", "cp2-ep4", "packed calm"),
     "text of qwen3_vl_moe, packed": make_case("qwen3_vl_moe", "cp2-ep4", "packed sum calm"),
     "text of glm4v_moe, packed": make_case("glm4v_moe", "cp2-tp2-ep4", "packed calm"),
-    "text of qwen3_omni_moe, rows": make_case("qwen3_omni_moe", "cp4-ep4", "calm nightly"),
-    "text of ernie4_5_vl_moe, packed": make_case(
-        "ernie4_5_vl_moe", "cp2-ep4", "packed sum calm nightly"
-    ),
-    "text of deepseek_ocr2, packed": make_case("deepseek_ocr2", "cp2-ep4", "packed calm nightly"),
-    "text of step3p7, packed": make_case("step3p7", "cp2-ep4", "packed sum calm nightly"),
+    "text of qwen3_omni_moe, rows": make_case("qwen3_omni_moe", "cp4-ep4", "calm"),
+    "text of ernie4_5_vl_moe, packed": make_case("ernie4_5_vl_moe", "cp2-ep4", "packed sum calm"),
+    "text of deepseek_ocr2, packed": make_case("deepseek_ocr2", "cp2-ep4", "packed calm"),
+    "text of step3p7, packed": make_case("step3p7", "cp2-ep4", "packed sum calm"),
     "own routers, tp, padded": make_case("minimax_m2", "cp2-tp2-ep4", "packed padded sum calm"),
     "own routers, a cp for each group, tp, padded": make_case(
         "minimax_m2", "tp2-ep4", "packed padded sum calm", cps=(1, 1)
@@ -179,7 +174,6 @@ CASES = {
 ABSENT = {*TINY} - {*family_names()} | ({"qwen3_omni_moe"} if IS_BEFORE_5_23 else set())
 CASES = {name: case for name, case in CASES.items() if case.family not in ABSENT}
 # A way of attention, tp, or a cp for each group, which other models here have.
-NIGHTLY = [name for name, case in CASES.items() if case.nightly]
 TAMPERED = {
     f"tampered {name}": Case(
         family="qwen3-moe", parallel=dict(cp=2, ep=4), packed=True, tamper=name

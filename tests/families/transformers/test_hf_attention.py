@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moecore import (
     BalanceConfig,
@@ -34,24 +33,13 @@ from tests.families.transformers.family_models import (
     freeze_towers,
     tiny_model,
 )
+from tests.helpers.operations import Operations
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, vocab_size=99, num_experts_per_tok=2)
 HEADS = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
 TOKENS = torch.randint(0, 99, (2, 16), generator=torch.Generator().manual_seed(0))
-
-
-class HostReads(TorchDispatchMode):
-    """Counts values that the host reads from tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 def make(*, causal: bool, **options: Any) -> nn.Module:
@@ -70,11 +58,12 @@ def loss_of(model: nn.Module, **inputs: Any) -> Tensor:
 
 def test_loss_and_gradients_are_those_of_transformers_and_nothing_is_read() -> None:
     found, reads = [], []
+    read = torch.ops.aten._local_scalar_dense.default
     for causal in (False, True):
         model = make(causal=causal)
-        with HostReads() as host:
+        with Operations(lambda func, _: func is read or None) as host:
             loss = loss_of(model)
-        reads.append(host.count)
+        reads.append(len(host.found))
         loss.backward()
         found.append([loss, *(p.grad for p in model.parameters())])
     assert reads[0] > 0 == reads[1]

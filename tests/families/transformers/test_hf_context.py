@@ -38,7 +38,6 @@ from tests.families.transformers.family_models import (
     tiny_model,
 )
 from tests.families.transformers.indexer_cases import recorded
-from tests.helpers.grids import beside
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import ranks_fixture
 
@@ -261,11 +260,11 @@ def worker(rank: int, device: torch.device, names: list[str]) -> dict[str, float
 errors = ranks_fixture(4, worker, "name")
 
 
-@pytest.mark.parametrize("name", beside(cc.CASES, cc.NIGHTLY))
+@pytest.mark.parametrize("name", cc.CASES)
 def test_losses_gradients_and_steps_are_those_of_one_process(name, errors) -> None:
     assert errors[name] <= BOUNDS.get(cc.CASES[name].family, 1e-5)
 
 
-@pytest.mark.parametrize("name", beside(cc.TAMPERED, [*cc.TAMPERED][1:]))
+@pytest.mark.parametrize("name", cc.TAMPERED)
 def test_what_is_wrong_shows(name: str, errors: dict[str, float]) -> None:
     assert errors[name] > 1e-3

@@ -16,7 +16,6 @@ from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.torch_private import HAS_SEPARATE_PIECES
 from moecore.parallel.model.parallel_state import get_capacity
 from tests.families.transformers import hf_models
-from tests.helpers.grids import beside
 from tests.helpers.ranks import ranks_fixture, run_ranks
 
 FOLDINGS = {
@@ -37,8 +36,6 @@ CASES: list[tuple[str, str, Variant]] = [
     if folding != TP4 or name in ("qwen3-moe", "deepseek-v3", "gpt-oss")
     if HAS_SEPARATE_PIECES or "etp" not in folding or name == "gpt-oss"
 ]
-# Without tp and options test_families.py has more models, each in one of these ways.
-NIGHTLY = [case for case in CASES if "tp" not in FOLDINGS[case[1]]]
 CASES += [("qwen2-moe", "ep2-edp2", "checkpointing"), ("mixtral", "ep2-edp2", "sum")]
 GPU_CASES: list[tuple[str, str, Variant]] = [
     *CASES,
@@ -197,7 +194,7 @@ def check_mixed_precision(results: dict[str, Any]) -> None:
         assert error <= 2 * plain_error, name
 
 
-@pytest.mark.parametrize("case", beside(CASES, NIGHTLY), ids=name_of)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_equals_one_process(case: tuple[str, str, Variant], results: dict[str, Any]) -> None:
     check(case, results)
 

@@ -283,6 +283,43 @@ def test_a_trained_parameter_that_no_adapter_holds(meshes, part, tmp_path) -> No
     torch.testing.assert_close(lc.logits(model), lc.logits(stock))
 
 
+def adapted_layers(family: str, layers: str) -> Any:
+    """Return a model with random adapters on the modules that the expression `layers` matches."""
+    config = lc.peft.LoraConfig(r=2, target_modules=layers)
+    model = lc.peft.get_peft_model(tiny_model(family), config)
+    for n, (name, param) in enumerate(model.named_parameters()):
+        if "lora_" in name:
+            generator = torch.Generator().manual_seed(n)
+            torch.nn.init.normal_(param, std=0.2, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("family", ["laguna", "mistral_large4", "unlimited_ocr"])
+def test_layers_that_peft_renames_while_it_loads(family: str, tmp_path) -> None:
+    """Stock peft loses these adapters between its own save_pretrained and from_pretrained."""
+    model = adapted_layers(family, r".*\.(shared_experts|language_model\S*attn)\.\w+_proj")
+    save_adapters(model, tmp_path)
+    loaded = lc.peft.PeftModel.from_pretrained(tiny_model(family), tmp_path)
+    expected = lc.peft.get_peft_model_state_dict(model)
+    found = lc.peft.get_peft_model_state_dict(loaded)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    init_adapters(loaded, seed=1)
+    load_adapters(loaded, tmp_path)
+    found = lc.peft.get_peft_model_state_dict(loaded)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_layer_that_peft_loads_from_no_file(tmp_path) -> None:
+    model = adapted_layers("inkling2", r".*weight_proj")
+    with pytest.raises(ValueError, match=r"weight_proj\.lora_A.* no file: leave its lay") as error:
+        save_adapters(model, tmp_path)
+    assert_one_line(error)
+    assert not list(tmp_path.iterdir())
+    adapted = add_adapters(tiny_model("inkling2"), LoRAOptions(experts=False))
+    assert not any("weight_proj" in name for name in adapted.targeted_module_names)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

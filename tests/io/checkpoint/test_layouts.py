@@ -27,7 +27,7 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
 from moecore.parallel.model.parallel_state import get_moe_state, get_request
-from tests.helpers.grids import asked_for, beside
+from tests.helpers.grids import asked_for
 from tests.helpers.ranks import run_ranks
 from tests.parallel.pipeline.stages import local, shard_of
 
@@ -90,7 +90,6 @@ def pairs_of(kind: str) -> list[tuple[str, str, str]]:
 
 
 PAIRS = [pair for kind in RUNS for pair in pairs_of(kind)]
-NIGHTLY = [pair for kind in RUNS for pair in pairs_of(kind)[len(RUNS[kind]) :]]
 State = dict[str, Tensor]
 WORLDS = (1, 2, 4)
 
@@ -252,7 +251,7 @@ def results(root: Path, request: pytest.FixtureRequest) -> dict[Any, Any]:
         return {pair: result for part in parts for pair, result in part.items()}
 
 
-@pytest.mark.parametrize("pair", beside(PAIRS, NIGHTLY), ids="-to-".join)
+@pytest.mark.parametrize("pair", PAIRS, ids="-to-".join)
 def test_every_layout_loads_what_another_saved(results, pair):
     result = results[pair]
     assert result["wrong"] == []

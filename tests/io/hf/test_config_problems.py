@@ -59,18 +59,20 @@ def test_a_field_of_another_type_is_one_line_or_read(name):
     values = CONFIGS[name]
     own = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(deepcopy(values)).to_dict()
     own["model_type"] = values["model_type"]
-    for field in values:
-        for wrong in WRONG:
-            changed = deepcopy(values) | {field: wrong}
-            found = [""]
-            try:
-                decoder_config_from_hf(changed)
-            except (ValueError, NotImplementedError) as error:
-                found = [str(error)]
-            found += compare_config(changed, own) + compare_config(changed, preset("tiny"))
-            assert all("\n" not in text and len(text) < 500 for text in found), (field, wrong)
-            if field == "model_type":
-                assert found[0] and found[1]
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+    cases = [{field: wrong} for field in values for wrong in WRONG]
+    cases += [{"rope_scaling": rope | {name: wrong}} for name in rope for wrong in WRONG]
+    for change in cases:
+        changed = deepcopy(values) | change
+        found = [""]
+        try:
+            decoder_config_from_hf(changed)
+        except (ValueError, NotImplementedError) as error:
+            found = [str(error)]
+        found += compare_config(changed, own) + compare_config(changed, preset("tiny"))
+        assert all("\n" not in text and len(text) < 500 for text in found), change
+        if "model_type" in change:
+            assert found[0] and found[1]
 
 
 @pytest.mark.parametrize("field", ["model_type", "quantization_config"])

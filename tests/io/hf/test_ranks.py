@@ -25,7 +25,7 @@ from moecore.io.hf.load import load_hf
 from moecore.models import Decoder, preset
 from tests.families.transformers.hf_models import random_model
 from tests.helpers.errors import error_of
-from tests.helpers.grids import asked_for, beside
+from tests.helpers.grids import asked_for
 from tests.helpers.ranks import run_ranks
 from tests.io.hf.dirs import assert_same_directory, fp8_state, mxfp4_state, write_directory
 from tests.io.hf.states import hf_state, native_state
@@ -47,8 +47,6 @@ CASES += [("native gpt-oss", "ep2-etp2")]
 CASES += [("deepseek-v3", "ep2-edp2"), ("gpt-oss", "ep2-etp2"), ("gpt-oss", "fsdp")]
 if HAS_SEPARATE_PIECES:  # etp of gate above up
     CASES.append(("qwen2-moe", "ep2-etp2"))
-# As others, of another model or layout.
-NIGHTLY = [("native", "ep2-edp2"), ("qwen2-moe", "fsdp"), ("gpt-oss", "fsdp")]
 SAVED = [case for case in CASES if case[1] == "ep2-etp2"]
 
 
@@ -231,7 +229,7 @@ def results(root: Path, request: pytest.FixtureRequest) -> dict[Any, Any]:
     return run_ranks(WORLD, worker, str(root), asked_for(request, "case"))
 
 
-@pytest.mark.parametrize("case", beside(CASES, NIGHTLY), ids="-".join)
+@pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_shards_are_loaded_bit_for_bit_and_only_their_bytes(case, results):
     assert results[case]["wrong"] == results[case]["again"] == []
     name, layout = case
@@ -248,7 +246,7 @@ def test_shards_are_loaded_bit_for_bit_and_only_their_bytes(case, results):
         assert stored <= total < 1.25 * stored
 
 
-@pytest.mark.parametrize("case", beside(CASES, NIGHTLY), ids="-".join)
+@pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_export_holds_a_tensor_at_a_time(case, results):
     """Each rank writes shards in its turn, and holds one tensor and one message at most."""
     exports = results[case]["exports"]
@@ -274,7 +272,7 @@ LARGEST = {
 }
 
 
-@pytest.mark.parametrize("layout", beside(LAYOUTS, ["ep2-edp2"]))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_layouts_write_the_same_directory(layout, root, results):
     assert_same_directory(root / "native-fsdp", root / f"native-{layout}")
 

@@ -7,9 +7,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from moecore import ParallelConfig, PipelineConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.rank_checks import gather_objects
@@ -25,6 +22,7 @@ from tests.helpers.grids import asked_for
 from tests.helpers.ranks import run_ranks
 from tests.io.hf.test_config import TINY_JSON
 from tests.parallel.pipeline.stages import build
+from tests.train.memory.blocks import counting_bytes
 
 pytestmark = [
     pytest.mark.slow,
@@ -77,27 +75,8 @@ def exported(model: nn.Module, path: Path, **options: Any) -> dict[str, Tensor]:
     return read(path)
 
 
-class LiveBytes(TorchDispatchMode):
-    """The most bytes of tensors, made within, that were there at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak, self._made = 0, dict[int, tuple[StorageWeakRef, int]]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        old = {x.untyped_storage()._cdata for x in tree_leaves(args) if isinstance(x, Tensor)}
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in old:
-                storage = x.untyped_storage()
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._made = {k: v for k, v in self._made.items() if not v[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._made.values()))
-        return out
-
-
 def most_bytes(stream: WeightStream) -> int:
-    with LiveBytes() as live:
+    with counting_bytes() as live:
         for _ in stream:
             pass
     return live.peak

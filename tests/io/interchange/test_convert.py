@@ -514,7 +514,12 @@ def test_rules_of_megatron_are_not_those_of_every_config(change):
 
 
 @pytest.mark.parametrize(
-    "change", [dict(activation_func_clamp_value=10.0), dict(rotary_interleaved=True)]
+    "change",
+    [
+        dict(activation_func_clamp_value=10.0),
+        dict(rotary_interleaved=True),
+        dict(no_rope_freq=[0, 1]),
+    ],
 )
 def test_arguments_of_a_run_that_make_it_another_model_are_refused(change, tmp_path, monkeypatch):
     """They are read out of the pickle, in which nothing runs."""
@@ -530,7 +535,8 @@ def test_arguments_of_a_run_that_make_it_another_model_are_refused(change, tmp_p
         torch.save(common, source / "common.pt", pickle_protocol=protocol)
         with pytest.raises(NotImplementedError) as error:
             dcp_to_native(source, tmp_path / "run", config=values)
-        wanted = f"{name} ({change[name]}) of {source / 'common.pt'} must be off, else the native"
+        shown = "'a list'" if isinstance(change[name], list) else change[name]
+        wanted = f"{name} ({shown}) of {source / 'common.pt'} must be off, else the native"
         assert str(error.value).startswith(wanted) and "\n" not in str(error.value)
     torch.save(dict(args=Namespace(**plain)), source / "common.pt")
     dcp_to_native(source, tmp_path / "run", config=values)

@@ -35,7 +35,6 @@ from moecore.parallel.model import request as requests
 from moecore.parallel.model.parallel_state import get_moe_state
 from moecore.parallel.model.request import Request
 from moecore.train.graphs.graphed_part import WARM_UP, GraphedPart
-from tests.helpers.grids import beside
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import ranks_fixture, run_ranks
 from tests.helpers.te_definition import te_defined
@@ -131,11 +130,6 @@ SAME_BITS = dict.fromkeys(
     "plain",
 ) | {"computed again": "shared experts, latent attention, a token ahead"}
 
-# Other emulated formats beside Transformer Engine's blocks, and what "computed again" does as well.
-NIGHTLY = ["MXFP8", "NVFP4", "shared experts, latent attention, a token ahead"]
-# Options that change when memory is filled, which test_memory_ranks.py and units' tests have.
-NIGHTLY += ["MoE layers computed again", "experts offloaded", "gathered for each pass"]
-
 
 def train(case, device, *, graphed, between=lambda: None) -> tuple[list[Any], Decoder]:
     """Return losses and norms of each step, then parameters; and the model."""
@@ -220,7 +214,7 @@ results = ranks_fixture(WORLD, worker, "name")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", beside(ON_CPUS, NIGHTLY))
+@pytest.mark.parametrize("name", ON_CPUS)
 def test_replays_train_as_eager_calls_do(name: str, results: dict[str, Any]) -> None:
     case, (same, parts, pairs, replays) = ON_CPUS[name], results[name]
     assert same, "losses, norms and weights have equal bits"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.train.memory.streams import CopyEvent, CopyStream
-from tests.train.memory.blocks import Plain, in_chunks, offloaded, part_of, part_or_block
+from tests.train.memory.blocks import Plain, offloaded, part_of, part_or_block
 
 pytestmark = pytest.mark.gpu
 
@@ -117,23 +117,6 @@ def test_a_part_on_a_stream_of_its_own(which: str, monkeypatch: pytest.MonkeyPat
     with late(which, monkeypatch):
         for _ in range(3):
             assert_equal(gradients(model), want)
-
-
-@pytest.mark.parametrize("which", ["none", "out", "back"])
-def test_chunks_in_flight_are_away(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their last layers, too; copies of one run beside the next one, and the host never waits."""
-    model, seeds = make(2), range(5)
-    want, batches = gradients(model, seeds), [tokens(seed) for seed in seeds]
-    offload = offloaded(model)
-    for _ in range(2):
-        model.zero_grad()
-        with late(which, monkeypatch):
-            in_chunks(model, offload, batches)
-        assert_equal(grads_of(model), want)
-    assert offload.late_bytes == offload._pool.used_bytes == 0
-    assert offload.candidate_bytes == offload.out_bytes == offload.back_bytes > 0
-    with host_never_waits():
-        in_chunks(model, offload, batches)
 
 
 def peak(model: Any, length: int = TOKENS) -> int:

@@ -4,21 +4,15 @@ python -m pytest -m gpu tests/train/optim
 """
 
 import gc
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from moecore import TrainStep
-from moecore.base.torch_private import get_local_tensor
-from moecore.io import load, save
 from moecore.train import AdamW, HostAdamW
 from moecore.train.optim import host_step
-from tests.helpers.ranks import run_ranks
 from tests.train.optim.test_host_step import make_params, train
-from tests.train.optim.test_state_offload_gpu import make_decoder
 
 pytestmark = pytest.mark.gpu
 SIZES = [(1000, 700), (7,), (5, 333, 41), (), (0, 4), (640,)]
@@ -96,38 +90,3 @@ def held_after_steps(host_fraction: float) -> float:
 @pytest.mark.parametrize(("host_fraction", "held"), [(0.0, 2.0), (0.6, 0.8), (1.0, 0.0)])
 def test_moments_take_no_memory_of_the_gpu(host_fraction: float, held: float) -> None:
     assert held_after_steps(host_fraction) == pytest.approx(held, abs=0.1)
-
-
-def sharded_run(kind: str, folder: str) -> dict[str, Any]:
-    """Train a decoder, clipped; go on from a checkpoint."""
-    model = make_decoder()
-    make = {"plain": AdamW, "host": HostAdamW}[kind]
-    optimizer = make(model.parameters(), lr=1e-3)
-    owner, losses = TrainStep(model, optimizer, max_norm=0.1), []
-    for step in range(6):
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(0, 256, (2, 129), generator=generator).cuda()
-        with owner.micro_batch():
-            loss = model(tokens[:, :-1], tokens[:, 1:])
-            loss.backward()
-        if step == 1:
-            get_local_tensor(model.get_parameter("model.norm.weight").grad)[:] = float("nan")
-        assert bool(owner.finish().is_skipped) == (step == 1)
-        losses.append(loss.item())
-        if step == 3:
-            path = save(f"{folder}/{kind}", step, model, optimizer)
-            optimizer = make(model.parameters(), lr=1e-3)
-            load(path, model, optimizer)
-            owner = TrainStep(model, optimizer, max_norm=0.1)
-    moments = [get_local_tensor(state["exp_avg"]) for state in optimizer.state.values()]
-    return {"losses": losses, "on_host": sum(t.device.type == "cpu" for t in moments)}
-
-
-def all_runs(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
-    return {kind: sharded_run(kind, folder) for kind in ("plain", "host")}
-
-
-def test_shards_clipping_and_checkpoints(tmp_path: Path) -> None:
-    found = run_ranks(1, all_runs, str(tmp_path), device_type="cuda")
-    assert found["host"]["losses"] == pytest.approx(found["plain"]["losses"], abs=1e-2)
-    assert found["host"]["on_host"] > 0 == found["plain"]["on_host"]

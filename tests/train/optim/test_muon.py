@@ -319,6 +319,11 @@ def test_queries_keys_and_values_in_one() -> None:
     layout = assign_matrices(net).decisions["in_proj_qkvz.weight"].layout
     parts = layout.list_parts(linear.weight)
     assert [part.rows.tolist() for part in parts] == [s.flatten().tolist() for s in split[:4]]
+    net.num_k_heads, net.num_v_heads = 1, 2  # of a rank, with tp = 2
+    assert assign_matrices(net).decisions["in_proj_qkvz.weight"].layout == layout
+    net.in_proj_qkv = nn.Linear(4, 32, bias=False)
+    net.key_dim, net.value_dim = 3, 10
+    assert assign_matrices(net).decisions["in_proj_qkv.weight"].layout.sections.sizes == (6, 6, 20)
     unknown = nn.ModuleDict({"qkv": nn.Linear(4, 12, bias=False)})
     assert "unknown order" in reasons(assign_matrices(unknown))["qkv.weight"]
 

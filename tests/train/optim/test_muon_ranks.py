@@ -242,7 +242,7 @@ def expected() -> dict[tuple[float | None, str], dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("name", beside(LAYOUTS, NIGHTLY))
+@pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("when", ["whole", "resumed"])
 def test_ranks_equal_one_process(name, when, results, expected) -> None:
     if name not in results:

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from moecore.base.params import clean_name
@@ -29,6 +30,7 @@ from moecore.families.transformers.stock import is_pretrained
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.low_rank import LowRank
 
+PEFT_PREFIX = "base_model.model."  # of the names of a base model's modules
 # Methods of a PeftModel and its tuner that read or change full parameters -> the replacement.
 REPLACED = {
     "save_pretrained": "moecore.io.save_adapters(model, path)",
@@ -202,6 +204,37 @@ def _list_peft_prefixes(model: nn.Module) -> tuple[tuple[str, ...], list[str]]:
             added_prefixes.append(f"{path}.modules_to_save.")
             moved_prefixes.append(f"{path}.original_module.")
     return tuple(added_prefixes), sorted(moved_prefixes, key=len, reverse=True)
+
+
+def find_file_names(model: Any, names: Iterable[str]) -> dict[str, str | None]:
+    """Return {name of a LoRA tensor: its name in a file that peft loads}; None = there is no name.
+
+    peft renames a file's tensors as transformers renames those of published checkpoints. This may
+    change a name that is already transformers' name. Then the published name is returned.
+    """
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import (
+        convert_peft_adapter_state_dict_for_transformers,
+    )
+    from transformers.core_model_loading import revert_weight_conversion
+
+    def make_tensors(*names: str) -> dict[str, Tensor]:
+        return {name: torch.empty(1, 1, device="meta") for name in names}
+
+    def load_names(*names: str) -> dict[str, Tensor]:
+        tensors = make_tensors(*names)
+        loaded: Any = convert_peft_adapter_state_dict_for_transformers
+        return loaded(model, LoraConfig(), tensors)  # type: ignore[no-any-return]
+
+    file_names: dict[str, str | None] = {name: name for name in names}
+    loaded = load_names(*file_names)
+    for name in [name for name in file_names if name not in loaded]:
+        path, _, kind = name.removeprefix(PEFT_PREFIX).partition(".lora_")
+        published = revert_weight_conversion(unwrap_peft(model), make_tensors(f"{path}.weight"))
+        home = next(iter(published)).removesuffix(".weight")
+        file_name = f"{PEFT_PREFIX}{home}.lora_{kind}"
+        file_names[name] = file_name if name in load_names(file_name) else None
+    return file_names
 
 
 def _rename_without_peft(name: str, moved_prefixes: list[str]) -> str:

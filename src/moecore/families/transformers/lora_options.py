@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from moecore.base.fields import CheckedRecord, Count, FieldErrors
+from moecore.families.transformers.lora import PEFT_PREFIX, find_file_names
 from moecore.train.optim.matrices import HEADS, ROUTERS
 
 
@@ -69,6 +70,10 @@ def add_adapters(model: nn.Module, options: LoRAOptions, *names: str) -> Any:
     ]
     linears = {path[-1] for path in paths if not ROUTERS & {*path}} - HEADS
     linears = _drop_converted_names(model, linears)
+    file_names = find_file_names(
+        model, [f"{PEFT_PREFIX}{'.'.join(path)}.lora_A.weight" for path in paths]
+    )
+    linears -= {name.split(".")[-3] for name, file_name in file_names.items() if file_name is None}
     routers = rf"(.*\.)?({'|'.join(sorted(ROUTERS))})(\..*)?"
     has_router_linears = any(ROUTERS & {*path} and path[-1] in linears for path in paths)
     for name in options.target_modules:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Set
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from moecore.base.fields import check_arguments, quote
 from moecore.base.params import clean_name, compute_global_indices, init_normal_, init_uniform_
 from moecore.base.peft_layers import is_dora_linear, is_tuner_layer
 from moecore.base.rank_checks import gather_objects
-from moecore.families.transformers.lora import unwrap_peft
+from moecore.families.transformers.lora import find_file_names, unwrap_peft
 from moecore.io.checkpoint.files import refuse_problems
 from moecore.io.checkpoint.ranks import is_first_of_stage, is_first_rank, run_on_first_rank
 from moecore.io.hf.collect import write_piece
@@ -120,7 +120,14 @@ def save_adapters(
                 "LoraConfig.modules_to_save, or, as with a router, save the whole model (Saver, or "
                 "merge_adapters and export_hf)"
             )
-        return entries
+        file_names = find_file_names(model, entries)
+        for name in (name for name, file_name in file_names.items() if file_name is None):
+            raise ValueError(
+                f"{name} must not be an adapter's tensor, because peft loads it from no file: "
+                "leave its layer out of LoraConfig.target_modules, or save the merged model "
+                "(merge_adapters and export_hf)"
+            )
+        return {file_names[name] or name: entry for name, entry in entries.items()}
 
     entries = run_and_share_errors(find_entries)
     stages = find_staged_module(model)[1]
@@ -158,7 +165,9 @@ def load_adapters(
     check_arguments(load_adapters, locals())
     path = Path(path)
     entries = run_and_share_errors(lambda: collect_adapter_tensors(model, adapter))
-    names = set[str]().union(*gather_objects(list(entries)))  # of all pipeline stages
+    file_names = run_and_share_errors(lambda: find_file_names(model, entries))
+    stages = gather_objects({file_name or name: name for name, file_name in file_names.items()})
+    names = {file_name: name for stage in stages for file_name, name in stage.items()}
     file_tensors = run_and_share_errors(lambda: _read_adapter(model, path, adapter, entries, names))
     drop_step(model)
     with torch.no_grad():
@@ -173,16 +182,22 @@ def _read_adapter(
     path: Path,
     adapter: str,
     entries: dict[str, StoredAdapter],
-    all_names: Set[str],
+    all_names: Mapping[str, str],
 ) -> dict[str, Tensor]:
-    """Read an adapter's file by name; ValueError if names, shapes or config differ."""
+    """Read an adapter's file by peft's names; ValueError if names, shapes or config differ.
+
+    `all_names` maps the names that `save_adapters` writes to peft's names, of all pipeline stages.
+    """
     with HFFiles(path, read_file_header(path / WEIGHTS)) as files:
         tensors = {
-            name: files.read(name, tuple(slice(0, size) for size in entry.shape))
+            all_names.get(name, name): files.read(
+                name, tuple(slice(0, size) for size in entry.shape)
+            )
             for name, entry in files.tensors.items()
         }
     problems = [f"{name} is missing" for name in entries if name not in tensors]
-    problems += [f"{name} is no tensor of the adapter" for name in tensors if name not in all_names]
+    own_names = {*all_names.values()}
+    problems += [f"{name} is no tensor of the adapter" for name in tensors if name not in own_names]
     config = _get_lora_configs(model)[adapter]
     file_config = read_json(path / CONFIG)
     for key in ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"):

@@ -43,7 +43,8 @@ RECORDS = frozenset(
     }
 )
 HOMES = ("torch.distributed.", "megatron.core.", "pathlib")
-CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}  # opcodes of a pickle
+# Opcodes of a pickle. The elements of a list follow its opcode.
+CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_LIST": "a list"}
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 

@@ -62,7 +62,8 @@ SUPPORTED_FIELDS = frozenset(
 OTHER_FUNCTIONS = (
     *("activation_func_clamp_value", "activation_func_tanh_clamp_scale", "glu_linear_offset"),
     *("activation_func_tanh_clamp_scale_linear", "apply_layernorm_1p", "quick_geglu"),
-    *("moe_apply_probs_on_input", "rotary_interleaved"),
+    *("moe_apply_probs_on_input", "rotary_interleaved", "no_rope_freq", "qk_l2_norm"),
+    "apply_residual_connection_post_layernorm",
 )
 # Blocks of a layer: names in Megatron-Core (the first is written, all are read), and the Hugging
 # Face tensors with its rows. Blocks of tensors that the model lacks are skipped.

@@ -143,40 +143,14 @@ def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm | None) -> GradientNorm:
     """
     check_arguments(clip_grad_norm_, locals())
     max_norm, is_wrong = math.inf if max_norm is None else max_norm, end_argument_comparison(model)
-    return unscale_and_clip_(model, max_norm, None, has_invalid_grads=is_wrong)
-
-
-@torch.no_grad()
-def unscale_and_clip_(
-    model: nn.Module,
-    max_norm: float,
-    loss_scale: Tensor | None,
-    *,
-    groups: Sequence[Sequence[nn.Parameter]] | None = None,
-    has_invalid_grads: Tensor | None = None,
-    skip_threshold: Tensor | None = None,
-) -> GradientNorm:
-    """Divide gradients by the loss scale, clip them in place, and return the norm before clipping.
-
-    The norm is of unscaled gradients, and nan if `has_invalid_grads` (a device bool) is True on any
-    rank. Gradients with a norm above `skip_threshold` (a device scalar) become None. `loss_scale`
-    is an fp32 device scalar; with a scale no warning is printed. With `groups` of parameters, each
-    group is clipped by its own norm; the returned norm is of all parameters.
-    """
-    check_no_added_parameter(model)
-    owner, stages = find_staged_module(model)
-    params = _list_trained_params(owner)
-    norm = _compute_grad_norm(params, stages, loss_scale, has_invalid_grads, skip_threshold)
-    max_norm = _clip_groups_(params, norm, max_norm, groups)
-    _scale_gradients(params, norm, max_norm, loss_scale)
-    return norm
+    return clip_and_step(model, max_norm, has_invalid_grads=is_wrong)
 
 
 @torch.no_grad()
 def clip_and_step(
     model: nn.Module,
     max_norm: float,
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[torch.optim.Optimizer] = (),
     *,
     groups: Sequence[Sequence[nn.Parameter]] | None = None,
     loss_scale: Tensor | None = None,
@@ -185,16 +159,23 @@ def clip_and_step(
 ) -> GradientNorm:
     """Unscale and clip gradients, step the optimizers, and return the norm before clipping.
 
-    The other arguments are as in `unscale_and_clip_`. No host sync if all optimizers are fused.
+    The norm is of unscaled gradients, and nan if `has_invalid_grads` (a device bool) is True on any
+    rank. Gradients with a norm above `skip_threshold` (a device scalar) become None. `loss_scale`
+    is an fp32 device scalar; with a scale no warning is printed. With `groups` of parameters, each
+    group is clipped by its own norm; the returned norm is of all parameters. No host sync if all
+    optimizers are fused; without optimizers, gradients are changed in place.
     """
     signals: dict[str, Tensor] = {}
     with annotate_range("moecore::clip"):
         owner, stages = find_staged_module(model)
         params = _list_trained_params(owner)
-        _check_optimizers(optimizers, params)
+        if optimizers:
+            _check_optimizers(optimizers, params)
+        else:
+            check_no_added_parameter(model)
         norm = _compute_grad_norm(params, stages, loss_scale, has_invalid_grads, skip_threshold)
         max_norm = _clip_groups_(params, norm, max_norm, groups)
-        if all(map(_can_skip_on_device, optimizers)):
+        if optimizers and all(map(_can_skip_on_device, optimizers)):
             signals["found_inf"] = norm.skipped.float()  # 1 = the optimizers skip the step
             divisors = [] if loss_scale is None else [loss_scale]
             if max_norm < math.inf:
@@ -203,6 +184,8 @@ def clip_and_step(
                 signals["grad_scale"] = torch.stack(divisors).prod()
         else:
             _scale_gradients(params, norm, max_norm, loss_scale)
+    if not optimizers:
+        return norm
     with annotate_range("moecore::optimizer"):
         for optimizer in optimizers:
             vars(optimizer).update(signals)  # as GradScaler does

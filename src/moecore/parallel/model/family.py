@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moecore.attention.context_parallel.local_tokens import ContextParallel
+from moecore.attention.sequence import Sequence as Documents
+from moecore.attention.sequence import make_packed_sequence
 from moecore.base.copies import copy_modules, make_meta_parameter
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.indexer import IndexerConfig
@@ -81,10 +83,26 @@ class Family(Protocol):
         for layer in self.find_indexers(model):
             cast(Any, layer).enable_indexer_training(config)
 
-    def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
-        """Whether forward's arguments contain a token that is not padding; bool or 0-dim bool."""
+    def has_tokens(self, inputs: Mapping[str, Any], depth: int = 0) -> bool | Tensor:
+        """Whether a document of forward's arguments has more than `depth` tokens without padding.
+
+        Return a bool or a 0-dim bool tensor.
+        """
         mask_BT = inputs.get("padding_mask_BT")
-        return has_no_empty_tensor(inputs, "tokens_BT") if mask_BT is None else ~mask_BT.all()
+        if not depth:
+            return has_no_empty_tensor(inputs, "tokens_BT") if mask_BT is None else ~mask_BT.all()
+        tokens_BT, borders = inputs["tokens_BT"], inputs.get("cu_seqlens")
+        if mask_BT is None:
+            mask_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
+        sequence = Documents()
+        if borders is not None:
+            sequence = make_packed_sequence(borders, None, tokens_BT.shape, tokens_BT.device)
+        return ~sequence.shift_tokens(mask_BT, depth, True).all()
+
+    def count_predictions(self, model: nn.Module) -> int:
+        """Return the number of further tokens that the model's multi-token prediction predicts."""
+        configs = (getattr(module, "config", None) for module in model.modules())
+        return max(getattr(config, "num_predictions", 0) for config in configs)
 
     def make_forward_arguments(self, batch: PackedBatch) -> dict[str, Any]:
         """Convert a packed batch to keyword arguments of the model's forward, without labels."""

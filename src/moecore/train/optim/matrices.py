@@ -322,12 +322,14 @@ def _find_fused_cut(parent: Any, linear_name: str, num_rows: int) -> MatrixCut |
     if linear_name == "qkv_proj" and hasattr(parent, "o_proj"):  # Phi-3
         queries = parent.o_proj.weight.shape[1]
         return MatrixCut(sizes=(queries, (num_rows - queries) // 2, (num_rows - queries) // 2))
+    # With tp, attributes of linear attention are of a rank's heads, and `num_rows` is of all heads.
     if linear_name == "in_proj_qkv" and hasattr(parent, "key_dim"):  # Qwen3.5's linear attention
-        return MatrixCut(sizes=(parent.key_dim, parent.key_dim, parent.value_dim))
+        sizes = (parent.key_dim, parent.key_dim, parent.value_dim)
+        return MatrixCut(sizes=tuple(size * num_rows // sum(sizes) for size in sizes))
     if linear_name == "in_proj_qkvz" and hasattr(parent, "num_k_heads"):  # Qwen3-Next: output gate
-        heads, key = parent.num_k_heads, parent.head_k_dim
-        value = parent.num_v_heads * parent.head_v_dim // heads
-        return MatrixCut(sizes=(key, key, value, value), repeats=heads)
+        key = parent.head_k_dim
+        value = parent.num_v_heads * parent.head_v_dim // parent.num_k_heads
+        return MatrixCut(sizes=(key, key, value, value), repeats=num_rows // (2 * (key + value)))
     return None
 
 
