@@ -240,10 +240,8 @@ def find_plain_heads(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Linear]]:
         head = getattr(outer, "get_output_embeddings", lambda: None)()
         # A subclass, such as an adapter's, may compute another function. A schedule that defers
         # weight gradients has changed the class of all linears.
-        is_plain = type(head) is nn.Linear or (
-            type(head) is ProductLinear and type(head.products) is PlainProducts
-        )
-        if is_plain and head.bias is None:
+        defers = type(head) is ProductLinear and type(head.products) is PlainProducts
+        if isinstance(head, nn.Linear) and (type(head) is nn.Linear or defers) and head.bias is None:
             yield outer, head
 
 
