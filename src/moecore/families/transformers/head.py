@@ -237,11 +237,11 @@ def _get_running_forwards() -> list[RunningForward]:
 def find_plain_heads(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Linear]]:
     """Yield each transformers model whose head is an `nn.Linear` without bias, with the head."""
     for outer in find_outermost_models(model):
-        head = getattr(outer, "get_output_embeddings", lambda: None)()
+        head: Any = getattr(outer, "get_output_embeddings", lambda: None)()
         # A subclass, such as an adapter's, may compute another function. A schedule that defers
         # weight gradients has changed the class of all linears.
-        defers = type(head) is ProductLinear and type(head.products) is PlainProducts
-        if isinstance(head, nn.Linear) and (type(head) is nn.Linear or defers) and head.bias is None:
+        is_deferred = type(head) is ProductLinear and type(head.products) is PlainProducts
+        if (type(head) is nn.Linear or is_deferred) and head.bias is None:
             yield outer, head
 
 
