@@ -1,16 +1,16 @@
-r"""The longest row that the first rank of a pipeline can train, with and without offload.
+r"""The lengths of rows that the first rank of a pipeline can train, with and without offload.
 
     python -m benchmarks.bench_pipeline_context --results benchmarks/results/pipeline
     python -m benchmarks.bench_pipeline_context --preset tiny-qwen3 --layers 4 --pp 2 \
         --micro-batches 4 --lengths 32 64 --device cpu
 
-    none      every activation stays on the GPU until its backward
     offload   the saved tensors of all parts are in pinned host memory until their backward
+    none      every activation stays on the GPU until its backward
 
 This process is rank 0 of a fake process group of `--pp` ranks, which receives no values, so memory
 and the time of kernels and copies are those of a real pipeline and results are not. With 1F1B this
-rank has the most micro-batches in flight. A length fits if two steps of it run within `--gib`. Both
-variants also run the longest length of "none", which gives the cost of the offload.
+rank has the most micro-batches in flight. A length fits if two steps of it run within `--gib`. Each
+length has its record as soon as it is measured; without `step_s` it does not fit.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from moecore.planning.run import fake_world
 from moecore.train import AdamW
 
 Row = dict[str, Any]
-VARIANTS = {
-    "none": None,
+VARIANTS = {  # a step that fails may leave memory, so the variant that fits more is first
     "offload": MemoryOptions(offload=("norm", "attention", "experts", "rest")),
+    "none": None,
 }
 
 
@@ -57,23 +57,20 @@ def main() -> int:
     if is_gpu(args):
         total = torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(args.gib * 2**30 / total)
-    rows = list[Row]()
+    keys = ("preset", "layers", "pp", "micro_batches", "gib")
+    options = {"op": "pipeline_context"} | {key: getattr(args, key) for key in keys}
+    longest = dict.fromkeys(VARIANTS, 0)
     for name, memory in VARIANTS.items():
-        fits = list[Row]()
         for tokens in args.lengths:
             found = measure(memory, tokens, args)
             print(f"{name} {tokens} tokens: {found or 'does not fit'}", flush=True)
-            if found is None:
-                break
-            fits.append({"op": "pipeline_context", "variant": name, "tokens": tokens} | found)
-        rows += fits
-    keys = ("preset", "layers", "pp", "micro_batches", "gib")
-    options = {key: getattr(args, key) for key in keys}
-    rows = [row | options for row in rows]
-    longest = {row["variant"]: row["tokens"] for row in rows}
-    print(f"{longest}: {longest['offload'] / longest['none']:.2f}", flush=True)
-    if args.results is not None:
-        append_rows(args.results, "benchmarks.bench_pipeline_context", rows)
+            if found:
+                longest[name] = max(longest[name], tokens)
+            row = options | {"variant": name, "tokens": tokens, "fits": bool(found)} | found
+            if args.results is not None:
+                append_rows(args.results, "benchmarks.bench_pipeline_context", [row])
+    ratio = longest["offload"] / longest["none"] if longest["none"] else float("nan")
+    print(f"{longest}: {ratio:.2f}", flush=True)
     return 0
 
 
@@ -86,26 +83,24 @@ def parse_arguments() -> argparse.Namespace:
     add("--pp", type=int, default=4)
     add("--micro-batches", type=int, default=4, help="of one row each")
     add("--gib", type=float, default=48.0, help="memory of the GPU that may be used")
-    kibi = [n * 1024 for n in (16, 20, 24, 40, 56, 64, 72)]
-    add("--lengths", type=int, nargs="+", default=kibi, help="tokens of a row, in rising order")
+    kibi = [n * 1024 for n in (24, 28, 72)]
+    add("--lengths", type=int, nargs="+", default=kibi, help="tokens of a row")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--results", type=results_path, help="folder or .jsonl file of records")
     return parser.parse_args()
 
 
-def measure(memory: MemoryOptions | None, tokens: int, args: argparse.Namespace) -> Row | None:
-    """Return the time and peak memory of the second step, or None if memory runs out."""
+def measure(memory: MemoryOptions | None, tokens: int, args: argparse.Namespace) -> Row:
+    """Return the time and peak memory of the second step; empty if memory runs out."""
+    gc.collect()
     if is_gpu(args):
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:
         with fake_world(args.pp):
             seconds = run_steps(memory, tokens, args)
     except torch.OutOfMemoryError:
-        return None
-    finally:
-        gc.collect()
-        if is_gpu(args):
-            torch.cuda.empty_cache()
+        return {}
     peak = torch.cuda.max_memory_allocated() if is_gpu(args) else 0
     return {"step_s": round(seconds, 4), "peak_gib": round(peak / 2**30, 2)}
 

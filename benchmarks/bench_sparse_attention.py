@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 2 -m benchmarks.bench_sparse_attention --variants sparse
 
     sparse             after `use_causal_attention`: queries in chunks, each with selected keys
-    sparse, learning   the same with the loss of its indexer
+    sparse, FP8        the same with the indexer's scores in FP8
+    sparse, learning   the first with the loss of its indexer
     all, learning      the warm-up of the indexer: attention to all keys, in chunks
     eager              transformers' own, with scores and a mask of all pairs
     dense              DeepSeek-V3's layer, which has no indexer, by torch's fused attention
@@ -55,7 +56,15 @@ WINDOWS = {
     "windows of 4": "compressed_sparse_attention",
     "windows of 128": "heavily_compressed_attention",
 }
-VARIANTS = ("sparse", "sparse, learning", "all, learning", "eager", "dense", *WINDOWS)
+VARIANTS = (
+    "sparse",
+    "sparse, FP8",
+    "sparse, learning",
+    "all, learning",
+    "eager",
+    "dense",
+    *WINDOWS,
+)
 Call = Callable[[], Any]
 
 
@@ -66,8 +75,8 @@ def main() -> int:
     if world > 1:
         device = torch.device(args.device, int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
     layers = {name: make_layer(name, args.small).to(device) for name in args.variants}
     if device.type == "cuda":
         layers = {name: layer.bfloat16() for name, layer in layers.items()}
@@ -129,6 +138,8 @@ def make_layer(name: str, small: bool) -> nn.Module:
     layer = DeepseekV32Attention(config, 0)
     if name != "eager":
         use_sparse_attention(layer)
+    if name == "sparse, FP8":
+        add_indexer_losses(layer, IndexerConfig(stage="frozen", fp8_scores=True))
     if name.endswith("learning"):
         stage = "warm_up" if name.startswith("all") else "sparse"
         add_indexer_losses(layer, IndexerConfig(stage=stage))  # type: ignore[arg-type]

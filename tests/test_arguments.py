@@ -199,7 +199,9 @@ OWN: dict[str, dict[str, Any]] = {
     "CorpusLoader": {"options": ROWS},
     "ScheduledLoader": {"options": ROWS},
     "time_step": {
-        "step": DryRun(rank=0, resident_bytes=0, peak=0, buffers=0, pages=0, queued=(), starts=())
+        "step": DryRun(
+            rank=0, resident_bytes=0, peak=0, buffers=0, pages=0, queued=(), starts=(), offloads={}
+        )
     },
     "next_change": {"plan": TimePlan(run=RUN, gpu="h100-80", seconds=1.0, parts={}, timeline=None)},
     "draw_memory": {"plan": MemoryPlan(run=RUN, ranks=())},

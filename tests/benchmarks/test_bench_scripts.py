@@ -4,8 +4,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from benchmarks import bench_pipeline_context
 
 from tests.benchmarks.forks import rows_of
 
@@ -130,4 +133,25 @@ def test_the_first_rank_of_a_pipeline_runs_alone() -> None:
     words = "--preset tiny-qwen3 --layers 4 --pp 2 --micro-batches 2 --lengths 32 64 --device cpu"
     command = [sys.executable, "-m", "benchmarks.bench_pipeline_context", *words.split()]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert said.count("step_s") == 4 and "{'none': 64, 'offload': 64}: 1.00" in said
+    assert said.count("step_s") == 4 and "{'offload': 64, 'none': 64}: 1.00" in said
+
+
+def test_a_length_that_does_not_fit_has_a_record(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_steps(memory: Any, tokens: int, _: Any) -> float:
+        if memory is None or tokens == 32:
+            raise torch.OutOfMemoryError
+        return 1.0
+
+    rows = list[Any]()
+    words = "--lengths 32 64 --device cpu --results benchmarks/results/pipeline"
+    monkeypatch.setattr("sys.argv", ["bench_pipeline_context", *words.split()])
+    monkeypatch.setattr(bench_pipeline_context, "run_steps", run_steps)
+    monkeypatch.setattr(bench_pipeline_context, "append_rows", lambda *args: rows.extend(args[2]))
+    assert bench_pipeline_context.main() == 0
+    assert "{'offload': 64, 'none': 0}: nan" in capsys.readouterr().out
+    assert [(row["variant"], row["tokens"], row["fits"]) for row in rows] == [
+        *(("offload", 32, False), ("offload", 64, True)),
+        *(("none", 32, False), ("none", 64, False)),
+    ]

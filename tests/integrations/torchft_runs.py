@@ -18,9 +18,7 @@ from torch import Tensor, nn
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.torch_private import get_local_tensor
-from moecore.kernels.routing.route import route
 from moecore.models import Decoder, preset
-from moecore.moe.layer import MoELayer
 from moecore.train import AdamW
 from tests.recipes.test_cluster import free_port
 
@@ -30,16 +28,14 @@ NUM_RANKS, ROWS, SEQ_LEN = 2, 2, 16
 SERVER = multiprocessing.get_context("forkserver")  # imports once what each rank imports
 SERVER.set_forkserver_preload(["moecore.integrations.torchft", __name__])
 PAUSE_STEP = 10
-TIE = 1e-4  # scores are equal up to it, after a few thousand steps of roundings
-GAPS = [TIE / 2**n for n in range(12, -13, -1)]
 PATIENCE_S = 120.0  # for what takes seconds
 
 
 def model_of(meshes: Any, **options: Any) -> tuple[Decoder, Any, TrainStep]:
-    """Return a model, its AdamW and its step, with equal weights wherever it is made."""
+    """Return a model in fp64, its AdamW and its step, with equal weights wherever it is made."""
     model = Decoder(MODEL)
     model.init_weights(0)
-    parallelize_moe(model, meshes, dispatch="auto")
+    parallelize_moe(model.double(), meshes, expert_backend="sequential")  # supports fp64
     optimizer = AdamW(model.parameters(), lr=1e-4)
     return model, optimizer, TrainStep(model, optimizer, max_norm=1.0, **options)
 
@@ -49,11 +45,6 @@ def batch_of(step: int, replica: int, rank: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed((step * 100 + replica) * 10 + rank)
     tokens_BT = torch.randint(MODEL.vocab_size, (ROWS, SEQ_LEN + 1), generator=generator)
     return {"tokens_BT": tokens_BT[:, :-1], "labels_BT": tokens_BT[:, 1:]}
-
-
-def routers_of(model: nn.Module) -> list[Any]:
-    """Return the routers of a model, in the order of the forward."""
-    return [layer.get_part("router") for layer in model.modules() if isinstance(layer, MoELayer)]
 
 
 def digest(model: nn.Module, optimizer: Any) -> str:
@@ -83,9 +74,6 @@ def main(
 ) -> None:
     """Train until the step in the file "stop" beside the log, to which each attempt adds a line.
 
-    The choices of an attempt are in the file with the suffix "forwards" before the attempt ends, so
-    that they are known if this rank is killed after the others have counted the step.
-
     After `strays_after` attempts it is taken for one that has made steps of its own. In step
     `PAUSE_STEP`, rank 1 sleeps for `pause_s` before it averages gradients.
     """
@@ -99,23 +87,15 @@ def main(
         build_meshes(ParallelConfig(ep=NUM_RANKS, edp_shard=1), "cpu")
     )
     replicas = Replicas(model, optimizer, step, first_step=first_step, timeout_s=timeout_s)
-    choices = list[Any]()  # the expert ids [T, K] of the step
-    (router,) = routers_of(model)
-    router.register_forward_hook(lambda _, _x, y: choices.append(y.chosen_ids_TK.tolist()))
-    with (
-        log.open("w", buffering=1) as lines,
-        log.with_suffix(".forwards").open("w", buffering=1) as forwards,
-    ):
+    with log.open("w", buffering=1) as lines:
         attempts = 0
         while replicas.step < num_steps(log.parent / "stop"):
             place, began = replicas.begin(), time.perf_counter()
             if attempts == strays_after:
                 replicas._lineage += 1
             attempts += 1
-            choices.clear()
             losses = step.forward_backward([batch_of(place.step, place.replica, rank)])
             row = {"place": list(place), "rank": rank}
-            forwards.write(json.dumps(row | {"choices": choices[0]}) + "\n")
             time.sleep(pause_s * (place.step == PAUSE_STEP and rank == 1))
             done = replicas.finish()
             row |= {"loss": losses.item()}
@@ -187,67 +167,20 @@ def go_on(one: Replica, number: int) -> None:
     wait(lambda: one.steps >= least, "no step is made")
 
 
-class Replay(NamedTuple):
-    """A step that one process has repeated with the experts that the ranks have chosen."""
+class Repetition(NamedTuple):
+    """A step that one process has repeated: its gradient norm and the losses of all ranks."""
 
     norm: float
     losses: list[float]
-    gaps: list[float]  # of tokens with other choices: see `RecordedChoices.measure_gap`
 
 
-class RecordedChoices:
-    """A `ChoiceTape` with the expert ids of the next forwards."""
-
-    def __init__(self, router: Any) -> None:
-        self.of_forwards: Iterator[Any] = iter(())
-        self.gaps = list[float]()
-        router.tape = self
-        router.register_forward_hook(self.measure_other_choices)
-
-    def get_recorded_choice(
-        self, num_tokens: int, device: torch.device, choose: Callable[[], Tensor]
-    ) -> tuple[Tensor, None]:
-        self.best_TK, ids_TK = choose(), next(self.of_forwards)
-        return torch.tensor(ids_TK).int(), None
-
-    def observe_choice(self, ids_TK: Tensor) -> None:
-        pass
-
-    def measure_other_choices(self, router: Any, _: Any, routing: Any) -> None:
-        best_TK, chosen_TK = (x.sort().values for x in (self.best_TK, routing.chosen_ids_TK))
-        for t in (best_TK != chosen_TK).any(1).nonzero().flatten():
-            logits_1E = routing.logits_TE[t].detach()[None]
-            self.gaps.append(measure_gap(router, logits_1E, best_TK[t], chosen_TK[t]))
-
-
-def measure_gap(router: Any, logits_1E: Tensor, best_K: Tensor, chosen_K: Tensor) -> float:
-    """Return the least of `GAPS` with which `chosen_K` are the best experts, or inf.
-
-    The gap is added to the scores of `chosen_K` and subtracted from the scores of `best_K`.
-    """
-    for gap in GAPS:
-        bias_E = router.selection_bias.clone()
-        bias_E[chosen_K] += gap
-        bias_E[best_K] -= gap  # lowers the sum of their group as well
-        again_1K, _ = route(logits_1E, bias_E, router.options)
-        if torch.equal(again_1K[0].sort().values, chosen_K):
-            return gap
-    return math.inf
-
-
-def replayed(made: dict[int, list[Any]]) -> list[Replay]:
-    """Return the steps of one process; `made` has the expert ids [T, K] of each step's ranks."""
-    model = Decoder(MODEL)
-    model.init_weights(0)
-    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"))
-    step = TrainStep(model, AdamW(model.parameters(), lr=1e-4), max_norm=1.0)
-    (router,) = routers_of(model)
-    tape, found = RecordedChoices(router), list[Replay]()
-    for number, choices in sorted(made.items()):
-        step.num_micro_batches, tape.of_forwards = len(choices), iter(choices)
-        places = [divmod(i, NUM_RANKS) for i in range(len(choices))]
+def repeat_steps(num_replicas: list[int]) -> list[Repetition]:
+    """Return the steps of one process; `num_replicas` has the number of replicas of each step."""
+    _, _, step = model_of(build_meshes(ParallelConfig(), "cpu"))
+    repetitions = list[Repetition]()
+    for number, size in enumerate(num_replicas):
+        places = [(replica, rank) for replica in range(size) for rank in range(NUM_RANKS)]
+        step.num_micro_batches = len(places)
         losses = step.forward_backward([batch_of(number, *place) for place in places])
-        norm = step.finish().norm
-        found.append(Replay(float(norm.total), losses.tolist(), tape.gaps))
-        tape.gaps = []
-    return found
+        repetitions.append(Repetition(float(step.finish().norm.total), losses.tolist()))
+    return repetitions

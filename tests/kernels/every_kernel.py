@@ -54,7 +54,7 @@ from moecore.kernels.rows.scaling import KINDS, Blocks
 from moecore.kernels.rows.shard_matrices import pack_shard_, write_square_amax_
 from moecore.kernels.sparse_attention.contract import IndexerHeads
 from moecore.kernels.sparse_attention.gathered import attend_to_selected, differentiate_selected
-from moecore.kernels.sparse_attention.index import compute_span_scores, select_keys
+from moecore.kernels.sparse_attention.index import compute_span_scores, round_to_fp8, select_keys
 from moecore.kernels.sparse_attention.keys import SpanOfKeys
 from tests.kernels.choices import SIGMOID
 from tests.kernels.experts.chosen import expert_mlp
@@ -125,15 +125,17 @@ def run_pieces(device: str) -> None:
     add_margins_(histogram, *scores_of, torch.arange(T, device=device) < 3)
     compute_even_bias(histogram, scores_of[1], K)
     own_T, half_Td = torch.arange(T, device=device), x_TD[:, :64].contiguous()
-    indexer = IndexerHeads(half_Td.view(T, 4, 16), half_Td[:, :16], half_Td[:, :4].float())
-    scores = compute_span_scores(indexer, SpanOfKeys(0, T, torch.zeros_like(own_T), own_T))
+    indexer = IndexerHeads(half_Td.view(T, 2, 32), half_Td[:, :32], half_Td[:, :2].float())
+    span = SpanOfKeys(0, T, torch.zeros_like(own_T), own_T)
+    indexer, k_scales = round_to_fp8(indexer)
+    scores = compute_span_scores(indexer, span, k_scales)
     selected = select_keys(scores, 0, 7)
     for num_heads, latent_dim, key_dim in ((1, 32, 64), (128, 512, 576), (64, 512, 512)):
         keys = torch.randn(T, key_dim, device=device, dtype=torch.bfloat16)
         q = torch.randn(T, num_heads, key_dim, device=device, dtype=torch.bfloat16)
         o, lse = attend_to_selected(q, keys, selected, latent_dim, 0.5, None)
         args = (q, keys, selected, o, lse, lse, 0.5, keys.float())
-        differentiate_selected(*args, returns_output=key_dim > latent_dim)
+        differentiate_selected(*args, num_visible_keys=T, returns_output=key_dim > latent_dim)
     index_of = (index.row_ids_R, index.slots_SK, index.offsets_e[-1])
     views = view_packed_rows(pack_rows(x_TD[:, :64].contiguous()), 64)
     gather_packed_rows(*views, x_TD.dtype, *index_of)

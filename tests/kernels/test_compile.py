@@ -62,7 +62,7 @@ from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaled_cast import scaled_cast
 from moecore.kernels.sparse_attention.contract import IndexerHeads
 from moecore.kernels.sparse_attention.gathered import attend_to_selected, differentiate_selected
-from moecore.kernels.sparse_attention.index import compute_span_scores, select_keys
+from moecore.kernels.sparse_attention.index import compute_span_scores, round_to_fp8, select_keys
 from moecore.kernels.sparse_attention.keys import SpanOfKeys
 from tests.helpers.grids import beside
 from tests.kernels.choices import BASE
@@ -110,7 +110,7 @@ def compiled(monkeypatch, request) -> Iterator[dict[str, Any]]:
     monkeypatch.setattr(JITFunction, "run", run)
     for module in pkgutil.walk_packages(moecore.kernels.__path__, "moecore.kernels."):
         loaded = importlib.import_module(module.name)
-        for name in ("can_use_kernel", "has_hopper_kernels"):
+        for name in ("can_use_kernel", "has_hopper_kernels", "can_multiply_fp8"):
             if hasattr(loaded, name):
                 monkeypatch.setattr(loaded, name, lambda *_: True)
     active = triton.runtime.driver
@@ -547,10 +547,11 @@ def run_hyper_connections(D: int, dtype: torch.dtype) -> None:
     hyper_connections.expand_streams(x, mixed).sum().backward()
 
 
-def run_index_scores(heads: int, dim: int) -> None:
+def run_index_scores(heads: int, dim: int, fp8: bool = False) -> None:
     own = torch.arange(T)
     index_of = IndexerHeads(bf16(T, heads, dim), bf16(4 * T, dim), torch.zeros(T, heads))
-    compute_span_scores(index_of, SpanOfKeys(0, 4 * T, own, own))
+    rounded = round_to_fp8(index_of) if fp8 else (index_of, None)
+    compute_span_scores(rounded[0], SpanOfKeys(0, 4 * T, own, own), rounded[1])
 
 
 def run_gathered_attention(H: int, dim: int, top_k: int, rotary_dim: int = 64) -> None:
@@ -559,7 +560,9 @@ def run_gathered_attention(H: int, dim: int, top_k: int, rotary_dim: int = 64) -
     o, lse = attend_to_selected(q, keys, selected, dim - rotary_dim, 0.1, torch.zeros(H))
     attend_to_selected(q, keys, selected, dim - rotary_dim, 0.1, None)
     differentiate_selected(
-        *(q, keys, selected, o, lse, lse, 0.1, keys.float()), returns_output=rotary_dim > 0
+        *(q, keys, selected, o, lse, lse, 0.1, keys.float()),
+        num_visible_keys=len(keys),
+        returns_output=rotary_dim > 0,
     )
 
 
@@ -579,6 +582,7 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     **{f"dequantise {kind}": (partial(run_dequantise, kind), 1) for kind in four_bit.FORMATS},
     "index scores, 64 heads of 128": (lambda: run_index_scores(64, 128), 1),
     "index scores, 32 heads of 64": (lambda: run_index_scores(32, 64), 1),
+    "index scores in FP8": (lambda: run_index_scores(64, 128, True), 2),
     "selection of keys": (lambda: select_keys(torch.zeros(T, 32768), 0, 2048), 1),
     "attention to selected keys": (lambda: run_gathered_attention(128, 576, 2048), 6),
     "attention of 16 heads to selected keys": (lambda: run_gathered_attention(16, 576, 2048), 6),

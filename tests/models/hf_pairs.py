@@ -325,9 +325,9 @@ def deepseek_v32() -> Pair:
     """A query reads 6 keys; of few heads many scores are 0, and which topk takes is open."""
     hf, ours = deepseek(yarn=YARN)
     values = {k: v for k, v in hf.config.to_dict().items() if k not in ("model_type", "head_dim")}
-    index = dict(index_n_heads=16, index_head_dim=12, index_topk=6)
+    index = dict(index_n_heads=16, index_head_dim=32, index_topk=6)
     mine = random_model("DeepseekV32", **values | index, attn_implementation="eager")
-    sparse = SparseKeysConfig(num_heads=16, head_dim=12, top_k=6)
+    sparse = SparseKeysConfig(num_heads=16, head_dim=32, top_k=6)
     assert ours.mla is not None
     return mine, replace(ours, mla=replace(ours.mla, sparse=sparse))
 

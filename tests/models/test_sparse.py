@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.kernels.sparse_attention import attention
+from moecore.kernels.sparse_attention.index import round_to_fp8
 from moecore.models import Decoder
 from tests.io.hf.states import native_state
 from tests.models.hf_pairs import gradients, make_pair
@@ -39,26 +42,51 @@ def trained(model: nn.Module, config: IndexerConfig, **given: Any) -> dict[str, 
     return dict(loss=loss, losses=step.finish().metrics.indexer_losses, grads=found)
 
 
-@pytest.mark.parametrize("stage", ["sparse", "warm_up"])
-def test_packed_documents_and_what_indexers_learn(stage: Any) -> None:
+CONFIGS = {
+    "sparse": IndexerConfig(loss_coef=0.5),
+    "sparse, FP8": IndexerConfig(loss_coef=0.5, fp8_scores=True),
+    "warm_up": IndexerConfig(stage="warm_up", loss_coef=0.5),
+    "frozen, FP8": IndexerConfig(stage="frozen", fp8_scores=True),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_documents_and_what_indexers_learn(name: str, monkeypatch: Any) -> None:
     pytest.importorskip("transformers", reason="its class is what is compared with")
     hf, config = make_pair("deepseek-v3.2")
     ours, given = Decoder(config), batch()
     ours.load_state_dict(native_state(hf.state_dict(), config))
-    how = IndexerConfig(stage=stage, loss_coef=0.5)
+    how, calls = CONFIGS[name], list[int]()
+    monkeypatch.setattr(
+        attention, "round_to_fp8", lambda indexer: calls.append(1) or round_to_fp8(indexer)
+    )
     packed: Any = dict(cu_seqlens=CUTS, max_seqlen=12)
     names = dict(input_ids=given["ids"], shift_labels=given["labels"], padding_mask=given["mask"])
     want = trained(hf.train(), how, labels=given["labels"], use_cache=False, **names, **packed)
     own = dict(tokens_BT=given["ids"], labels_BT=given["labels"], padding_mask_BT=given["mask"])
     got = trained(ours, how, **own, **packed)
     torch.testing.assert_close(got["loss"], want["loss"], rtol=1e-6, atol=0)
-    assert len(want["losses"]) == 3 and min(want["losses"].values()) > 1e-3
+    assert len(calls) == 2 * 3 * how.fp8_scores  # of two models with three layers
+    if how.stage == "frozen":
+        assert not want["losses"] and not got["losses"]
+    else:
+        assert len(want["losses"]) == 3 and min(want["losses"].values()) > 1e-3
     for name, loss in want["losses"].items():
         torch.testing.assert_close(got["losses"][name], loss, rtol=1e-5, atol=0)
     for name, grad in native_state(want["grads"], config).items():
         scale = grad.abs().max()
-        assert scale > 0 or "expert_bias" in name, name
+        is_frozen = how.stage == "frozen" and ".indexer." in name
+        assert (scale > 0) != is_frozen or "expert_bias" in name, name
         assert (got["grads"][name] - grad).abs().max() <= 1e-5 * scale, name
+
+
+def test_scores_in_fp8_need_a_hadamard_matrix() -> None:
+    _, config = make_pair("deepseek-v3.2")
+    assert config.mla is not None and config.mla.sparse is not None
+    sparse = replace(config.mla.sparse, head_dim=12)
+    model = Decoder(replace(config, mla=replace(config.mla, sparse=sparse)), device="meta")
+    with pytest.raises(ValueError, match=r"fp8_scores \(True\) must be False .* head_dim \(12\)"):
+        trained(model, IndexerConfig(fp8_scores=True))
 
 
 def test_indexers_without_a_config_learn_nothing() -> None:

@@ -201,6 +201,35 @@ def test_what_is_offloaded_is_in_host_memory() -> None:
     assert gone.activations < kept.activations and gone.num_bytes < kept.num_bytes
 
 
+WIDE_EXPERTS = replace(CONFIG, num_layers=4, moe=replace(CONFIG.moe, hidden_dim=1024))  # type: ignore[type-var]
+QWEN = replace(preset("qwen3-30b-a3b"), num_layers=5)
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule", "layout", "rows", "bound"),
+    [
+        (WIDE_EXPERTS, "gpipe", "Ett|ttmL", (32, 128), 0.02),
+        (WIDE_EXPERTS, "interleaved", "Et|t|t|tmL", (32, 128), 0.02),
+        # Between D and W, gradients of outputs are not counted.
+        (QWEN, "zbv", "Ett|t|t|tL", (1, 16384), 0.04),
+    ],
+)
+def test_offload_in_stages_is_that_of_a_dry_run(model, schedule, layout, rows, bound) -> None:
+    """The schedule decides when the last block of each stage is in host memory."""
+    run = TrainingRun(
+        model=model,
+        num_gpus=2,
+        parallel=ParallelConfig(pp=2),
+        batch_size=rows[0],
+        seq_len=rows[1],
+        num_micro_batches=5,
+        pipeline=PipelineConfig(schedule=schedule, layout=layout),
+        memory=MemoryOptions(offload=("norm", "attention", "mlp", "experts", "rest")),
+    )
+    peaks = [dry_run(run, rank).peak for rank in range(2)]
+    assert plan_peak_memory(run) == pytest.approx(peaks, rel=bound)
+
+
 def test_weights_in_host_memory_are_counted_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = preset("tiny")
     sizes = {n: x.numel() for n, x in Decoder(tiny, device="meta").named_parameters()}

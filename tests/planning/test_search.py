@@ -303,15 +303,16 @@ def test_rows_that_no_folding_divides_name_other_rows() -> None:
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
 def test_the_call_runs(fraction: float) -> None:
-    request = replace(SMALL, num_gpus=8, optimizer=OptimizerOptions(offload_fraction=fraction))
-    found = search(request, num_results=1, max_plans=1).fitting[0]
+    optimizer = OptimizerOptions(offload_fraction=fraction)
+    request = replace(SMALL, num_gpus=8, nvlink=None, optimizer=optimizer)
+    planned = make_run(request, Layout(ep=4), list_option_sets(request)[0])
     overrides = (("model.layers.0.*", None),)
     unnamed = Precision(recipe=Recipe(), roles=("attention",), overrides=overrides)
-    run, names = replace(found.run, precision=unnamed if fraction else None), dict[str, Any]()
+    run, names = replace(planned, precision=unnamed if fraction else None), dict[str, Any]()
     with fake_world(8):
         exec(format_python_calls(run), names)
-    assert names["meshes"].parallel == found.run.resolved
-    assert names["step"].num_micro_batches == found.run.num_micro_batches
+    assert names["meshes"].parallel == run.resolved
+    assert names["step"].num_micro_batches == run.num_micro_batches
 
 
 def test_the_command_searches(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

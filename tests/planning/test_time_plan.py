@@ -22,8 +22,7 @@ from moecore.planning import (
     plan_time,
     time_step,
 )
-from moecore.planning.record import place_launches
-from moecore.planning.segments import Segments, make_segments
+from moecore.planning.segments import Segments, make_segments, place_launches
 from moecore.planning.times import simulate_queue
 from tests.helpers.grids import beside
 

@@ -33,7 +33,7 @@ FULL, TOP_K = make_options("forward", None), make_options("reverse", 20)
 LAYOUTS = {  # data ranks times rows times micro-batches = ROWS; and documents are padded for cp
     "data": ("--ep 2 --batch-size 1", TOP_K, 1),
     "tp-cp": ("--tp 2 --cp 2 --ep 2 --batch-size 2 --grad-accum 2", FULL, 4),
-    "pp": ("--pp 2 --ep 2 --batch-size 1 --grad-accum 2", FULL, 1),
+    "pp": ("--pp 2 --schedule zero-bubble --ep 2 --batch-size 1 --grad-accum 2", FULL, 1),
 }
 # The same from log-probabilities that another layout has written.
 STORED = {
@@ -116,6 +116,7 @@ WORDS = "--objective distill --distill-teacher {teacher}"
 BAD_WORDS = {
     "--objective distill": "--objective (distill) must have a teacher: give --distill-teacher",
     "--distill-teacher {teacher}": "--objective (sft) must be distill with options of [distill]",
+    f"{WORDS} --no-fused-loss": "--no-fused-loss must not go with --objective distill",
     f"{WORDS} --dynamic-cp 9": "--dynamic-cp must not go with --objective distill",
     f"{WORDS} --distill-kd-ratio 0": "--distill-kd-ratio (0.0) must be a finite number > 0",
     f"{WORDS}/none": "--distill-teacher ({teacher}/none) must be a Hugging Face directory",
@@ -170,6 +171,22 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
             "must have top_ids of torch.int32, not",
         ),
         "shape": ({"is_answer": ~is_answer}, "must have the shapes of its cu_seqlens, not {"),
+        "start": (
+            {"cu_seqlens": torch.tensor([0, 6, 4])},
+            "must have the shapes of its cu_seqlens, not {",
+        ),
+        "dims": (
+            {"top_ids": torch.zeros(2, dtype=torch.int32)},
+            "must have top_ids [M, k], k >= 1",
+        ),
+        "order": (
+            {"top_log_probs": good["top_log_probs"].flip(1)},
+            "must have finite top_log_probs in descending order",
+        ),
+        "nan": (
+            {"top_log_probs": good["top_log_probs"] * torch.nan},
+            "must have finite top_log_probs in descending order",
+        ),
     }
     for name, (tensors, wanted) in {"good": ({}, ""), **bad}.items():
         (tmp_path / name).mkdir()

@@ -31,6 +31,7 @@ class KeyChoice:
     top_k: int | None = None  # keys with the largest indexer scores; None = no new choice
     selected_BTK: Tensor | None = None  # keys that an earlier layer selected, see `attend_sparse`
     returns_divergences: bool = False  # whether to return the indexer's divergences
+    fp8_scores: bool = False  # whether the scores that select keys are products in FP8
 
 
 @torch.compiler.disable  # a graph break; code before and after it is compiled
@@ -79,6 +80,7 @@ def attend_sparse(
         top_k=choice.top_k,
         selected_tK=None if selected_BTK is None else selected_BTK.flatten(0, 1),
         returns_divergences=choice.returns_divergences,
+        fp8_scores=choice.fp8_scores,
     )
     return SparseOutput(*(None if x is None else x.unflatten(0, (B, T)) for x in out))  # type: ignore[arg-type]
 

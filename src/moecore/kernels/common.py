@@ -63,6 +63,11 @@ def has_hopper_kernels(device: torch.device) -> bool:
     return _get_capability(device) == (9, 0)
 
 
+def can_multiply_fp8(device: torch.device) -> bool:
+    """Return whether a device's tensor cores multiply FP8; True on meta and in the interpreter."""
+    return INTERPRET or device.type == "meta" or _get_capability(device) >= (8, 9)
+
+
 def has_block_scaled_kernels(device: torch.device, scaling: str) -> bool:
     """Return whether a device multiplies "mxfp8" or "nvfp4" operands, or a dry run records this."""
     if device.type == "meta":

@@ -79,11 +79,15 @@ def make_key_choice(config: IndexerConfig | None, layer: nn.Module, top_k: int) 
     """Return the record that limits attention to `top_k` keys and enables the indexer's loss.
 
     In the stage "warm_up" of `config`, attention reads all keys. The loss is enabled if `config` is
-    not None and `layer` runs in training mode with gradients.
+    not None or "frozen", and `layer` runs in training mode with gradients.
     """
-    learns = config is not None and layer.training and torch.is_grad_enabled()
-    is_warm_up = config is not None and config.stage == "warm_up"
-    return KeyChoice(top_k=None if is_warm_up else top_k, returns_divergences=learns)
+    config = config or IndexerConfig(stage="frozen")
+    learns = config.stage != "frozen" and layer.training and torch.is_grad_enabled()
+    return KeyChoice(
+        top_k=None if config.stage == "warm_up" else top_k,
+        returns_divergences=learns,
+        fp8_scores=config.fp8_scores,
+    )
 
 
 def compute_mean_divergence(divergence_BT: Tensor, sequence: Sequence) -> Tensor:
@@ -102,7 +106,7 @@ class LatentAttention(nn.Module):
     """Causal multi-head latent attention with the sizes of `DecoderConfig.mla`."""
 
     observe_scores: ScoreObserver | None = None  # as in `Attention`
-    indexer_config: IndexerConfig | None = None  # None = the indexer is not trained
+    indexer_config: IndexerConfig | None = None  # None = "frozen"
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -143,8 +147,10 @@ class LatentAttention(nn.Module):
         return apply_row_linear(y_BTHv.flatten(2), self.o_proj, self.tp)
 
     def enable_indexer_training(self, config: IndexerConfig) -> None:
-        """Add the indexer's loss to later forwards in training mode, by the stage of `config`."""
-        self.indexer_config, self.aux_loss = config, AuxLoss()
+        """Use `config` in later forwards; unless "frozen", those in training mode have its loss."""
+        self.indexer_config = config
+        if config.stage != "frozen":
+            self.aux_loss = AuxLoss()
 
     @property
     def is_eager(self) -> bool:

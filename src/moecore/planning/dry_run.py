@@ -13,7 +13,7 @@ decides the memory. A second dry run, with capacity for the received rows, then 
 """
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -43,6 +43,7 @@ from moecore.planning.run import (
     enter_run_world,
     pause_garbage_collection,
 )
+from moecore.train.memory.offload import Offload
 from moecore.train.memory.on_meta import OnMeta, list_tensors
 from moecore.train.memory.parts import BlockPart, find_parts
 from moecore.train.memory.saved_bytes import NAMES
@@ -68,6 +69,9 @@ class DryRun:
     queued: tuple[QueuedLaunch, ...]  # in the order in which the host queues them
     # Beginnings of modules' passes (only without a pipeline), and of clipping and the optimizer.
     starts: tuple[PartStart, ...]
+    # By part: saved bytes of a forward that are offloaded (of the last block, that could be), by
+    # kind; only without a pipeline.
+    offloads: Mapping[str, Mapping[str, int]]
     precision: Precision | None = None
 
     @property
@@ -142,7 +146,11 @@ def record_step(run: TrainingRun, rank: int = 0) -> DryRun:
         tokens_BT = run.make_tokens()  # which the caller of a step has allocated
         with OnMeta("cuda"), recorder, torch.enable_grad():
             optimizer = build_optimizer(run, model)
+            record = get_parallel_state(model)
+            assert record is not None
             if run.pipeline is None:
+                if isinstance(record.offload, Offload):
+                    record.offload.observe = recorder.count_offload
                 register_recorder_hooks(model, run.planned_model.collect_parts(model), recorder)
             step = TrainStep(model, optimizer, max_norm=1.0)
             inputs = run.planned_model.make_inputs(tokens_BT)
@@ -156,8 +164,6 @@ def record_step(run: TrainingRun, rank: int = 0) -> DryRun:
                 with allocate_as_host_memory() if on_host else NOTHING:
                     step.finish()
                 recorder.end_part()
-        record = get_parallel_state(model)
-        assert record is not None
         exchanges, stash = record.exchanges, record.stash
         trained = (p for p in model.parameters() if p.requires_grad)
         if on_host:  # clipping and the optimizer run on the CPU, whose time has no cost
@@ -172,6 +178,7 @@ def record_step(run: TrainingRun, rank: int = 0) -> DryRun:
             pages=stash.pages.num_bytes if isinstance(stash, Stash) else 0,
             queued=tuple(_set_adamw_bytes(recorder.queued, optimizer_bytes)),
             starts=tuple(recorder.starts),
+            offloads=recorder.offloads,
             precision=run.precision,
         )
 

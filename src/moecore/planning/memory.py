@@ -15,6 +15,7 @@ from typing import NamedTuple
 from moecore.base.fields import check_arguments
 from moecore.base.text import format_bytes, format_columns
 from moecore.parallel.pipeline.layout import Stage
+from moecore.parallel.pipeline.offload import find_next_backwards, list_last_block_offloads
 from moecore.parallel.pipeline.orders import Action, Item, list_actions
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.planning.gpus import Gpu
@@ -37,6 +38,8 @@ from moecore.planning.segments import (
     make_segments,
     map_micro_batches,
 )
+
+ENDS = ("embedding", "head")  # modules of a stage that are no blocks
 
 
 class _Pass(NamedTuple):
@@ -269,21 +272,89 @@ def _order_passes(
     sums = list_rank_bytes(sampled_run.run)[0].accumulated
     passes: dict[str, tuple[Pass, ...]] = {"F": ("F",), "B": ("B",), "W": ("B",)}  # D and W are B
     for order, size in zip(orders, list_rank_bytes(run), strict=True):
-        actions = [action for item in order for action in list_actions(item)]
-        rank_stages = {action.stage for action in actions}
+        rank_stages = {action.stage for item in order for action in list_actions(item)}
         ends = {i for i in rank_stages if stages[i].embedding or stages[i].loss} or rank_stages
         share = (size.accumulated / sums if sums else 1 / pp) / len(ends)
-        yield [
-            _Pass(
-                stage,
-                direction,
-                _correct_stage_segments(
-                    stages[stage], direction, like[i], segments, share * (stage in ends)
-                ),
-            )
-            for kind, stage, i in actions
-            for direction in passes.get(kind, ())
-        ]
+        rank_passes, changes = list[_Pass](), list[Segment]()
+        for item, last_blocks in zip(order, _list_last_block_copies(order), strict=True):
+            for stage, sign in last_blocks:
+                changes.append(_move_blocks(stages[stage], slice(-1, None), sign, segments))
+            for kind, stage, i in list_actions(item):
+                if kind in "DW":  # W reads most of the tensors that D has copied back
+                    before, sign = slice(-1), 1 if kind == "D" else -1
+                    changes.append(_move_blocks(stages[stage], before, sign, segments))
+                for direction in passes.get(kind, ()):
+                    stage_segments = _correct_stage_segments(
+                        stages[stage], direction, like[i], segments, share * (stage in ends)
+                    )
+                    rank_passes.append(_Pass(stage, direction, changes + stage_segments))
+                    changes = []
+        yield rank_passes
+
+
+def _list_last_block_copies(order: Sequence[Item]) -> Iterator[list[tuple[int, int]]]:
+    """Yield the changes of device memory before each item by last blocks: (stage, 1 or -1).
+
+    A pipeline frees the offloaded tensors of a forward's last block after the next item (-1). It
+    copies them back before the item before the backward (1). See `parallel.pipeline.run`.
+    """
+    on_host, changes = set[tuple[int, int]](), list[tuple[int, int]]()
+    forward: tuple[int, int] | None = None  # of the item before, if its last block is offloaded
+    pairs = zip(find_next_backwards(order), list_last_block_offloads(order), strict=True)
+    for item, (backward, offloads) in zip(order, pairs, strict=True):
+        if backward is not None and backward[1:] in on_host:
+            on_host.remove(backward[1:])
+            changes.append((backward.stage, 1))
+        yield changes
+        changes = []
+        if forward is not None:
+            on_host.add(forward)
+            changes.append((forward[0], -1))
+        forward = list_actions(item)[0][1:] if offloads else None
+
+
+def _make_change(bytes_by_kind: Mapping[str, int], sign: int) -> Segment:
+    """Return a segment without launches that allocates (`sign` 1) or frees (-1) these bytes."""
+    net_kinds = {kind: sign * n for kind, n in bytes_by_kind.items()}
+    net = sum(net_kinds.values())
+    return Segment(range(0), net, max(0, net), net_kinds, net_kinds if net > 0 else {})
+
+
+def _move_blocks(stage: Stage, blocks: slice, sign: int, segments: Segments) -> Segment:
+    """Return the segment that copies offloads of a stage's blocks back (1) or frees them (-1)."""
+    names = [part for part in segments.list_recorded_modules(stage, "F") if part not in ENDS]
+    bytes_by_kind = Counter[str]()
+    for name in names[blocks]:
+        bytes_by_kind.update(segments.offloads.get(name, {}))
+    return _make_change(bytes_by_kind, sign)
+
+
+def _list_stage_segments(
+    stage: Stage, direction: Pass, micro_batch_idx: int, segments: Segments
+) -> list[Segment]:
+    """Return the recorded segments of a stage's pass, with the offloads of its own blocks.
+
+    A block's forward frees the offloaded tensors of the block before it, and its backward copies
+    them back. If a sampled block represents a block after another kind of block, or the first block
+    of a stage, the bytes differ.
+    """
+    if not any(segments.offloads.values()):
+        return segments.list_stage_segments(stage, direction, micro_batch_idx)
+    blocks = ["", *(part for part in segments.offloads if part not in ENDS)]
+    parts, before = segments.list_recorded_modules(stage, direction), ""
+    groups = list[list[Segment]]()
+    for part in parts if direction == "F" else parts[::-1]:
+        group = [*segments.list_part_segments(part, direction, micro_batch_idx)]
+        if part not in ENDS:
+            change = Counter(segments.offloads.get(blocks[blocks.index(part) - 1], {}))
+            change.subtract(segments.offloads.get(before, {}))
+            if direction == "F":
+                group.insert(0, _make_change(change, 1))
+            else:
+                group.append(_make_change(change, -1))
+            before = part
+        groups.append(group)
+    return [segment for group in groups[:: 1 if direction == "F" else -1] for segment in group]
 
 
 def _correct_stage_segments(
@@ -294,7 +365,7 @@ def _correct_stage_segments(
     `micro_batch_idx` is an index of the dry run. `gradient_share`, 0 to 1, is the stage's fraction
     of the gradient bytes that the dry run counts in embedding and head. Only a backward is changed.
     """
-    stage_segments = segments.list_stage_segments(stage, direction, micro_batch_idx)
+    stage_segments = _list_stage_segments(stage, direction, micro_batch_idx, segments)
     if direction == "F" or segments.num_micro_batches < MIDDLE:
         return stage_segments
     # In the recorded step, the segment of the embedding frees or keeps the gradients of all layers
@@ -318,5 +389,5 @@ def _sum_net_bytes(stage: Stage, micro_batch_idx: int, segments: Segments) -> in
     return sum(
         s.net
         for direction in PASSES
-        for s in segments.list_stage_segments(stage, direction, micro_batch_idx)
+        for s in _list_stage_segments(stage, direction, micro_batch_idx, segments)
     )

@@ -10,7 +10,7 @@ a row, H heads, d and v dims of a head.
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
@@ -80,23 +80,6 @@ class QueuedLaunch(NamedTuple):
     node_ranks: int = 0  # the number of a collective's ranks in this rank's domain
     phases: tuple[str, ...] = ()  # the profiler marks around the launch, the outermost first
     times: int = 1  # sequential runs; the host queues the next launch after the first run
-
-
-class PlacedLaunch(NamedTuple):
-    """A launch in a simulated queue; a dependency n is the launch n positions earlier."""
-
-    queued: QueuedLaunch
-    dependencies: tuple[int, ...]
-    host_dependencies: tuple[int, ...]
-
-
-def place_launches(launches: Iterable[QueuedLaunch]) -> list[PlacedLaunch]:
-    """Convert launches to a queue: dependencies become distances back to earlier launches."""
-    placed = []
-    for i, item in enumerate(launches):
-        kinds = (item.dependencies, item.host_dependencies)
-        placed.append(PlacedLaunch(item, *(tuple(i - n for n in numbers) for numbers in kinds)))
-    return placed
 
 
 PRODUCTS = {"mm": 0, "bmm": 0, "scaled_mm_v2": 0, "addmm": 1, "addmm_": 1}  # where a and b begin
@@ -312,6 +295,8 @@ class WorkRecorder(DispatchMode):
         self.queued: list[QueuedLaunch] = []
         self.starts: list[PartStart] = []
         self.params: list[Tensor] = []  # their gradients are a kind of their own
+        self.offloads: dict[str, Counter[str]] = {}  # bytes of each part's last forward, by kind
+        self._offloaded_keys = set[int]()  # of this forward
         self._sizes: dict[int, tuple[int, str]] = {}  # bytes and kind
         self._ended: dict[Any, Any] = {}  # collective -> its result
 
@@ -338,6 +323,8 @@ class WorkRecorder(DispatchMode):
         launch = len(self.queued)
         self.starts.append(PartStart(direction, part, launch, level, level, kinds.copy(), kinds))
         self._open_kinds = [OPTIMIZER if part == END else KINDS[direction]]
+        if direction == "F":
+            self.offloads[part], self._offloaded_keys = Counter(), set()
 
     def end_part(self) -> None:
         """Store the peak memory since the last `begin_part` in the `PartStart` of that call."""
@@ -356,6 +343,15 @@ class WorkRecorder(DispatchMode):
             yield
         finally:
             self._open_kinds = outside
+
+    def count_offload(self, tensor: Tensor) -> None:
+        """Count a saved tensor's storage as offloaded in the part whose forward runs."""
+        with torch.DisableTorchFunction():
+            key = get_storage_key(tensor)
+        if key not in self._offloaded_keys:
+            self._offloaded_keys.add(key)
+            size, kind = self._sizes[key]
+            self.offloads[self.starts[-1].part][kind] += size
 
     def count_storage(self, tensor: Tensor) -> bool:
         """Count bytes of a storage not seen before; return whether it is new and on the GPU."""

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple, Self
 
 from moecore.parallel.pipeline.layout import Stage
 from moecore.planning.dry_run import ADAMW, DryRun, record_step, record_with_even_loads
-from moecore.planning.record import PartStart, Pass, PlacedLaunch, QueuedLaunch
+from moecore.planning.record import PartStart, Pass, QueuedLaunch
 from moecore.planning.run import (
     OptimizerOptions,
     TrainingRun,
@@ -31,6 +31,23 @@ from moecore.planning.run import (
 MIDDLE = 3  # micro-batches of a dry run: the first, one between, the last
 # By pass: the sampled layer that stands for each layer.
 SampledLayers = Mapping[Literal["F", "B"], Sequence[int]]
+
+
+class PlacedLaunch(NamedTuple):
+    """A launch in a simulated queue; a dependency n is the launch n positions earlier."""
+
+    queued: QueuedLaunch
+    dependencies: tuple[int, ...]
+    host_dependencies: tuple[int, ...]
+
+
+def place_launches(launches: Iterable[QueuedLaunch]) -> list[PlacedLaunch]:
+    """Convert launches to a queue: dependencies become distances back to earlier launches."""
+    placed = []
+    for i, item in enumerate(launches):
+        kinds = (item.dependencies, item.host_dependencies)
+        placed.append(PlacedLaunch(item, *(tuple(i - n for n in numbers) for numbers in kinds)))
+    return placed
 
 
 class Segment(NamedTuple):
@@ -76,6 +93,7 @@ class Segments:
     sampled_layers: SampledLayers
     passes: dict[tuple[int, Pass, str], list[Segment]]  # by micro-batch, pass and part, in order
     end: Segment  # clipping and the optimizer
+    offloads: Mapping[str, Mapping[str, int]]  # `DryRun.offloads`
 
     @classmethod
     def from_step(cls, step: DryRun, sampled_layers: SampledLayers) -> Self:
@@ -97,6 +115,7 @@ class Segments:
             sampled_layers=sampled_layers,
             passes=passes,
             end=end,
+            offloads=step.offloads,
         )
 
     @property

@@ -26,7 +26,7 @@ from moecore.parallel.pipeline.timeline import Timeline, compute_spans
 from moecore.planning.costs import CostTable, Limit
 from moecore.planning.dry_run import DryRun
 from moecore.planning.gpus import Gpu, check_time_is_modelled
-from moecore.planning.record import PASSES, SLICES, Pass, PlacedLaunch, Work, place_launches
+from moecore.planning.record import PASSES, SLICES, Pass, Work
 from moecore.planning.run import (
     TrainingRun,
     count_max_parameter_bytes,
@@ -36,11 +36,13 @@ from moecore.planning.run import (
 )
 from moecore.planning.segments import (
     MIDDLE,
+    PlacedLaunch,
     SampledRun,
     Segment,
     Segments,
     make_segments,
     map_micro_batches,
+    place_launches,
 )
 
 Part = Literal[Limit, "host", "bubble"]

@@ -252,6 +252,10 @@ def _build_model(model: TransformersModel, dtype: torch.dtype) -> Any:
             members = [module for module in blocks if module in holder.children()]
             holder._modules.clear()
             holder.extend(members)
+        for place, (idx, block) in enumerate(zip(model.layers, blocks, strict=True)):
+            for module in block.modules():  # an index of the config's lists
+                if getattr(module, PLACE, None) == idx:
+                    setattr(module, PLACE, place)
         _shorten_config(hf.config.get_text_config(), len(names), model.layers)
     return hf
 

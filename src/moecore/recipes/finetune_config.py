@@ -130,6 +130,7 @@ def check_objective(args: FinetuneConfig) -> None:
             "--distill-log-probs that of its stored log-probabilities"
         )
     for option, value in (
+        ("--no-fused-loss", (args.distill and not args.memory.fused_loss) or None),
         ("--cuda-graph", args.cuda_graph or None),
         ("--dynamic-cp", args.sharding.dynamic_cp),
         ("--sdc-check-every", args.sdc_check),

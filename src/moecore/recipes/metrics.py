@@ -90,10 +90,10 @@ class StageMetrics:
             if owner == stage:
                 part.copy_(of_fields[name][layer].flatten())
         dist.all_reduce(flat, group=self._group)
-        gathered: dict[str, dict[str, Tensor]] = {name: {} for name in of_fields}
+        all_values: dict[str, dict[str, Tensor]] = {name: {} for name in of_fields}
         for (name, layer, shape, dtype, _), part in zip(self._entries, parts, strict=True):
-            gathered[name][layer] = part.view(shape).to(dtype)
-        return MoEMetrics(**gathered)
+            all_values[name][layer] = part.view(shape).to(dtype)
+        return MoEMetrics(**all_values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

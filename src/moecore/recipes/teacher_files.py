@@ -87,29 +87,36 @@ class TeacherFiles:
             dtype = header[key].dtype if key in header else None
             if dtype not in dtypes:
                 raise ValueError(f"{name} must have {key} of {dtypes[0]}, not {dtype}: convert it")
+        shapes = {key: header[key].shape for key in DTYPES}
+        num_dims = [len(shape) for shape in shapes.values()]
+        if num_dims != [1, 1, 1, 1, 2, 2] or not shapes["top_ids"][1]:
+            raise ValueError(f"{name} must have top_ids [M, k], k >= 1, not {shapes}: convert it")
         files = HFFiles(file.parent, header)
         vocab_size, cu_n, ids_N, is_answer_N = (
-            files.read(key, (slice(0, header[key].shape[0]),)) for key in list(DTYPES)[:4]
+            files.read(key, (slice(0, shapes[key][0]),)) for key in list(DTYPES)[:4]
         )
         if vocab_size.tolist() != [self._vocab_size]:
             raise ValueError(
                 f"{name} must have the vocab_size ({self._vocab_size}) of --model, not "
                 f"{vocab_size.tolist()}: choose a teacher with the same tokenizer"
             )
-        M, k = header["top_ids"].shape
-        is_learned_N = is_answer_N.index_fill(0, cu_n[:-1], False)
-        shapes = {key: entry.shape for key, entry in header.items()}
-        lengths = [int(cu_n[-1])] * 2 + [int(is_learned_N.sum())] * 2
-        keys = ("input_ids", "is_answer", "top_ids", "top_log_probs")
-        if [shapes[key][0] for key in keys] != lengths or shapes["top_log_probs"] != (M, k):
+        (M, k), num_learned = shapes["top_ids"], -1
+        is_ascending = cu_n[:1].tolist() == [0] and bool((cu_n.diff() > 0).all())
+        if is_ascending and int(cu_n[-1]) == len(ids_N) == len(is_answer_N):
+            num_learned = int(is_answer_N.index_fill(0, cu_n[:-1], False).sum())
+        if num_learned != M or shapes["top_log_probs"] != (M, k):
             raise ValueError(f"{name} must have the shapes of its cu_seqlens, not {shapes}")
         for start in range(0, M, CHUNK_ROWS):
             box = slice(start, min(start + CHUNK_ROWS, M)), slice(0, k)
-            ids = files.read("top_ids", box)
+            ids, log_probs = files.read("top_ids", box), files.read("top_log_probs", box).float()
             if int(ids.min()) < 0 or int(ids.max()) >= self._vocab_size:
                 raise ValueError(
                     f"{name} must have top_ids >= 0 and < vocab_size ({self._vocab_size}), not "
                     f"{int(ids.min())} to {int(ids.max())}: write it again"
+                )
+            if not (log_probs.isfinite().all() and (log_probs.diff(dim=1) <= 0).all()):
+                raise ValueError(
+                    f"{name} must have finite top_log_probs in descending order: write it again"
                 )
         row = 0
         for start, stop in zip(cu_n[:-1].tolist(), cu_n[1:].tolist(), strict=True):

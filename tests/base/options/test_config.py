@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moecore import BalanceConfig, MoEConfig, ParallelConfig
+from moecore import BalanceConfig, IndexerConfig, MoEConfig, ParallelConfig
 from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.options.layer import CapacityConfig
 
@@ -85,6 +85,7 @@ OTHERS: list[tuple[type, dict[str, Any], list[str]]] = [
         for rate in (0.0, 1.5)
     ),
     (BalanceConfig, {"bias_per_micro_batch": True}, ["(True) must go with bias_update ('sign')"]),
+    (IndexerConfig, {"stage": "warm_up", "fp8_scores": True}, ["fp8_scores (True)", "('warm_up')"]),
     (ParallelConfig, {"tp": -1}, ["ParallelConfig.tp (-1)", "dp_shard (-1)"]),
     (ParallelConfig, {"dp_replicate": -1}, ["Config.dp_shard (-1)", "dp_replicate (-1)"]),
     (ParallelConfig, {"cp": -1, "tp": -1, "dp_shard": 1}, ["ParallelConfig.tp (-1)", "cp (-1)"]),

@@ -137,8 +137,11 @@ CASES = {
     "sparse, sinks, tp, packed": make_case("hy_v4", "cp2-tp2-ep4", "packed sum calm"),
     "sparse, sinks, rows": make_case("hy_v4", "cp2-ep2", "calm"),
     "compressed, packed": make_case("deepseek_v4", "cp2-ep4", "packed calm", recompute="gemm_last"),
-    "compressed, tp, packed": make_case(
-        "deepseek_v4", "cp2-tp2-ep4", "packed sum checkpointing calm"
+    "compressed behind a window, tp, packed": make_case(
+        "deepseek_v4",
+        "cp2-tp2-ep4",
+        "packed sum checkpointing calm",
+        options=dict(layer_types=["sliding_attention", "compressed_sparse_attention"]),
     ),
     "compressed, rows": make_case("deepseek_v4", "cp4-ep2", "calm"),
     "gated delta, tp, rows": make_case("qwen3_next", "cp2-tp2-ep4", "calm"),

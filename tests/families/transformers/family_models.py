@@ -70,17 +70,26 @@ EXPERTS = re.compile(
 HEADS = ("ForCausalLM", "ForConditionalGeneration", "ForBlockDiffusion", "ForTokenClassification")
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 SAM = {"downsample_channels": [16, 32], "global_attn_indexes": [1]}
+WINDOWS = ["full_attention", "sliding_attention"]
+DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse"]}
 FAMILIES: dict[str, dict[str, Any]] = {
+    "cohere2_moe": DENSE_FIRST,
     "dbrx": {"d_model": 32, "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}},
     "deepseek_ocr2": {
-        "text_config": {"mlp_layer_types": ["dense", "sparse"]},
+        "text_config": DENSE_FIRST,
         "vision_config": {"sam_config": SAM},
     },
+    "deepseek_v2": {"first_k_dense_replace": 1},
     "deepseek_v4": {
         "index_n_heads": 16,  # see axk2
         "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
     },
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "dots1": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "layer_types": WINDOWS,
+    },
     "dots3_note": {
         "index_n_heads": 16,
         "swa_num_attention_heads": 4,
@@ -121,16 +130,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "loop_layer_index_end": 2,
         "loop_num_passes": 2,
     },
+    "inkling": DENSE_FIRST,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    "laguna": {"layer_types": WINDOWS, "num_attention_heads_per_layer": [4, 2]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "llama4": {
         "num_experts_per_tok": 1,
         "attention_chunk_size": 4,
+        "interleave_moe_layer_step": 2,
         "no_rope_layers": [1, 0],
         "floor_scale": 3,
     },
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 3},
-    "mistral4": {"head_dim": 16},
+    "mellum": {"layer_types": WINDOWS} | DENSE_FIRST,
+    "minimax_m3_vl": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "index_block_size": 2,
+        "index_topk_blocks": 2,
+    }
+    | DENSE_FIRST,
+    "mistral4": {"head_dim": 16, "first_k_dense_replace": 1},
     "muse_spark": {"audio_config": {"num_hidden_layers": 4, "out_hidden_size": 32}},
     "nemotron_h": {"moe_latent_size": 24},
     "nllb_moe": {"encoder_sparse_step": 1, "decoder_sparse_step": 1},
@@ -141,12 +160,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "indexer_budget": 4,
         "indexer_compress_ratio": 2,
     },
+    "qwen2_moe": {"use_sliding_window": True, "layer_types": WINDOWS, "mlp_only_layers": [0]},
     "qwen3_omni_moe": {"vision_config": {"deepstack_visual_indexes": [0]}},
     "qwen3_vl_moe": {
         "text_config": {"moe_intermediate_size": 24},
         "vision_config": {"deepstack_visual_indexes": [0]},
     },
-    "step3p7": {"text_config": {"sliding_window": 4, "swiglu_limits": [0.0, 0.5]}},
+    "step3p7": {
+        "text_config": {
+            "layer_types": WINDOWS,
+            "num_sliding_attention_heads": 2,
+            "sliding_window": 4,
+            "swiglu_limits": [0.0, 0.5],
+            "swiglu_limits_shared": [0.5, 0.3],
+        }
+    },
     "switch_transformers": {"decoder_start_token_id": 0},
     "unlimited_ocr": {"vision_config": {"sam_config": SAM}},
     "zaya": {"num_experts_per_tok": 1},

@@ -60,7 +60,7 @@ def count(batches: list[dict[str, Any]]) -> int:
 
 def make(case: cc.Case) -> nn.Module:
     if case.family in cc.TINY:
-        model: nn.Module = tiny_model(case.family)
+        model: nn.Module = tiny_model(case.family, **case.options)
         if case.indexer is None:
             freeze_indexers(model)
         freeze_towers(model)

@@ -14,10 +14,12 @@ from moecore.kernels.sparse_attention import (
     attention,
     sparse_attention,
 )
+from moecore.kernels.sparse_attention import index as index_module
 from moecore.kernels.sparse_attention.index import (
     _has_index_kernel,
     compute_index_scores,
     compute_span_scores,
+    round_to_fp8,
     select_keys,
 )
 from moecore.kernels.sparse_attention.keys import SpanOfKeys
@@ -149,13 +151,22 @@ def test_of_equal_scores_the_earlier_keys_are_selected() -> None:
     assert select_keys(scores[:, :2], 0, 3).tolist() == [[0, 1, -1], [1, -1, -1], [0, 1, -1]]
 
 
-@pytest.mark.parametrize(("keys", "top_k"), [(1, 1), (40, 64), (300, 64), (5000, 2048)])
-def test_the_kernel_selects_the_same_keys(keys: int, top_k: int, device: str) -> None:
+@pytest.mark.parametrize(
+    ("keys", "top_k"), [(1, 1), (40, 64), (300, 64), (5000, 2048), (5000, 300)]
+)
+def test_the_kernel_selects_the_same_keys(
+    keys: int, top_k: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_module, "SAMPLE", 512)  # the last case has lists
     g = torch.Generator().manual_seed(keys)
-    scores = torch.randn(6, keys, generator=g).relu_() * 3e38 ** torch.linspace(-1, 1, 6)[:, None]
-    scores *= torch.where(torch.rand(6, keys, generator=g) < 0.2, -1, 1)  # zeros of both signs
+    scores = torch.randn(9, keys, generator=g)
+    scores[:6] = scores[:6].relu_() * 3e38 ** torch.linspace(-1, 1, 6)[:, None]
+    scores *= torch.where(torch.rand(9, keys, generator=g) < 0.2, -1, 1)  # zeros of both signs
     scores[2, keys // 2 :] = -torch.inf
     scores[3] = -torch.inf
+    scores[6, ::9] += 9  # the sample has all of the largest scores, and row 7 has few others
+    scores[7, 1:] = scores[7, 1:].where(torch.arange(1, keys) % 7 == 0, -torch.inf)
+    scores[8] = (torch.arange(keys) > keys - 100).float()  # more equal scores than a list has
     got = select_keys(scores.to(device), 7, top_k)
     assert torch.equal(got.cpu(), select_keys(scores.double(), 7, top_k))  # plain PyTorch
 
@@ -320,22 +331,50 @@ SPANS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def quantise_by_hand(x: Tensor) -> Tensor:
+    """Return rotated rows in fp64, rounded to e4m3 times the least power of two that holds them."""
+    turn = torch.ones(1, 1, dtype=torch.float64, device=x.device)
+    while len(turn) < x.shape[-1]:
+        turn = torch.cat((torch.cat((turn, turn), 1), torch.cat((turn, -turn), 1)))
+    rotated = (x.double() @ turn / len(turn) ** 0.5).to(x.dtype).double()
+    amax = rotated.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    scales = torch.exp2((amax / 448).log2().ceil())
+    return (rotated / scales).float().to(torch.float8_e4m3fn).double() * scales
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fp8"), [(torch.bfloat16, False), (torch.float16, False), (torch.float16, True)]
+)
 @pytest.mark.parametrize("name", SPANS)
-def test_scores_are_those_of_plain_pytorch(name: str, dtype: torch.dtype, device: str) -> None:
+def test_scores_are_those_of_plain_pytorch(
+    name: str, dtype: torch.dtype, fp8: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begin, end, first, last, document = SPANS[name]
     g = torch.Generator().manual_seed(0)
-    h, i, C = 3, 16, end - begin
-    q = torch.randn(C, h, i, generator=g).to(device, dtype)
-    k = torch.randn(last + 9, i, generator=g).to(device, dtype)
+    h, i, C = 3, 64 if fp8 else 16, end - begin
+    # Sixteenths: sums of a rotation are exact in fp32.
+    q = torch.randint(-64, 65, (C, h, i), generator=g).div(16).to(device, dtype)
+    k = torch.randint(-64, 65, (last + 9, i), generator=g).div(16).to(device, dtype)
+    k[first] = 0
     w = torch.randn(C, h, generator=g).to(device)
     own_C = torch.arange(begin, end, device=device)
     first_C = torch.where(own_C % 2 == 0, document, own_C - 1).clamp(min=first)
     span, index = SpanOfKeys(first, last, first_C, own_C), IndexerHeads(q, k, w)
     assert _has_index_kernel(index)
-    got = compute_span_scores(index, span)
-    want = compute_index_scores(IndexerHeads(q.double(), k.double(), w.double()), span)
+    heads, k_scales = round_to_fp8(index) if fp8 else (index, None)
+    assert (k_scales is not None) == fp8
+    got = compute_span_scores(heads, span, k_scales)
+    exact = IndexerHeads(*map(quantise_by_hand if fp8 else Tensor.double, (q, k)), w.double())
+    want = compute_index_scores(exact, span)
     assert torch.equal(got == -torch.inf, want == -torch.inf)
     seen = want > -torch.inf
     error = (got.double() - want)[seen].abs().max()
-    assert error <= 1e-6 * want[seen].abs().max()
+    # The tensor cores of Hopper align the products of a sum in FP8 to 13 bits or more.
+    bound = 2**-12 if fp8 and device == "cuda" else 1e-6
+    assert error <= bound * want[seen].abs().max()
+    if fp8:  # GPUs without FP8
+        monkeypatch.setattr(index_module, "can_multiply_fp8", lambda _: False)
+        rounded, scales = round_to_fp8(index)
+        assert scales is None
+        emulated = compute_span_scores(rounded, span)
+        assert (emulated.double() - want)[seen].abs().max() <= 1e-6 * want[seen].abs().max()

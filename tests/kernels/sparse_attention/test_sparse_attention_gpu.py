@@ -12,7 +12,10 @@ from moecore.kernels.sparse_attention import (
     sparse_attention,
 )
 from moecore.kernels.sparse_attention.gathered import attend_to_selected
+from moecore.kernels.sparse_attention.index import compute_span_scores, round_to_fp8
+from moecore.kernels.sparse_attention.keys import SpanOfKeys
 from tests.helpers.waits import syncs_are_errors
+from tests.kernels.conftest import check_twice
 from tests.kernels.sparse_attention.oracle import sparse_attention_ref
 from tests.kernels.sparse_attention.test_sparse_attention import (
     DOCUMENTS,
@@ -21,6 +24,7 @@ from tests.kernels.sparse_attention.test_sparse_attention import (
     check_keys_as_values,
     found_by,
     leaves_of,
+    quantise_by_hand,
 )
 
 pytestmark = pytest.mark.gpu
@@ -139,14 +143,19 @@ def test_a_sink_adds_its_exponential_to_the_denominator(num_heads: int) -> None:
     assert (got.float() - want).norm() <= 2**-8 * want.norm()
 
 
-def test_selects_the_keys_of_exact_scores() -> None:
+def score(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+    """Return scores of all pairs in the dtype of the arguments, -inf for later keys."""
+    scores = torch.einsum("ths,th->ts", torch.einsum("thi,si->ths", q, k).relu_(), w)
+    return scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_selects_the_keys_of_exact_scores(fp8: bool) -> None:
     tokens, top_k = 2048, 256
     leaves = large_leaves(tokens)
-    selected_tK = step(leaves, top_k=top_k)["selected_tK"]
-    q, k, w = (x.double() for x in leaves[4:])
-    scores = torch.einsum("thi,si->ths", q, k).relu_()
-    scores = torch.einsum("ths,th->ts", scores, w)
-    scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    selected_tK = step(leaves, top_k=top_k, fp8_scores=fp8)["selected_tK"]
+    convert = quantise_by_hand if fp8 else Tensor.double
+    scores = score(convert(leaves[4]), convert(leaves[5]), leaves[6].double())
     chosen = torch.zeros(tokens, tokens + 1, dtype=torch.bool, device="cuda")
     chosen.scatter_(1, selected_tK.long().where(selected_tK >= 0, tokens), True)
     chosen = chosen[:, :-1]
@@ -154,7 +163,24 @@ def test_selects_the_keys_of_exact_scores() -> None:
     assert torch.equal(chosen.sum(1), number)
     least = scores.masked_fill(~chosen, torch.inf).amin(1)
     most = scores.masked_fill(chosen, -torch.inf).amax(1)
-    assert ((most - least) <= 1e-4 * scores[chosen].abs().max()).all()  # fp32 sums
+    # Sums in fp32; the tensor cores of Hopper align products in FP8 to 13 bits or more.
+    bound = 2**-10 if fp8 else 1e-4
+    assert ((most - least) <= bound * scores[chosen].abs().max()).all()
+
+
+def test_fp8_scores_are_at_most_twice_as_wrong_as_plain_pytorch() -> None:
+    leaves = large_leaves(2048)
+    own = torch.arange(2048, device="cuda")
+    span, index = SpanOfKeys(0, 2048, torch.zeros_like(own), own), IndexerHeads(*leaves[4:])
+    rounded, k_scales = round_to_fp8(index)
+    assert rounded.k_Ni.dtype == torch.float8_e4m3fn
+    got = compute_span_scores(rounded, span, k_scales)
+    plain = score(*(quantise_by_hand(x).float() for x in leaves[4:6]), leaves[6])
+    exact = score(*(x.double() for x in leaves[4:]))
+    seen = exact > -torch.inf
+    assert torch.equal(got > -torch.inf, seen)
+    got, plain, exact = (x.where(seen, 0) for x in (got, plain, exact))
+    check_twice(got, plain, exact, floor=2**-12)
 
 
 def test_the_host_waits_for_nothing_and_no_tensor_is_of_all_pairs(monkeypatch) -> None:

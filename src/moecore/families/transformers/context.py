@@ -8,6 +8,7 @@ With `ContextOptions.dynamic` the argument `cp` of a forward selects the ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -52,10 +53,7 @@ class CausalContext:
             )
         config = self.model.config.get_text_config()
         _refuse_router_logits(getattr(config, "output_router_logits", False))
-        num_heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-        if getattr(config, "kv_lora_rank", None):  # keys of all heads are made before attention
-            kv_heads = num_heads
+        num_heads, kv_heads = _count_heads(config)
         local_heads = num_heads // tp, max(kv_heads // tp, 1)
         is_sparse = bool(find_sparse_attention(self.model) or find_compressed_attention(self.model))
         if find_chunked_layers(self.model):
@@ -146,6 +144,19 @@ class CausalContext:
             return (all_reduce_replicated(output[0], group), *output[1:])
         output.loss = all_reduce_replicated(output.loss, group)
         return output
+
+
+def _count_heads(config: Any) -> tuple[int, int]:
+    """Return the greatest common divisors of query heads and of key/value heads of all layers."""
+    layers = list(getattr(config, "per_layer_config", None) or [config])
+    num_heads = [layer.num_attention_heads for layer in layers]
+    # The keys of latent attention are made for all heads before attention.
+    kv_heads = [
+        H if getattr(layer, "kv_lora_rank", None) else getattr(layer, "num_key_value_heads", H) or H
+        for layer, H in zip(layers, num_heads, strict=True)
+    ]
+    num_heads += getattr(config, "num_attention_heads_per_layer", None) or []  # of Laguna
+    return math.gcd(*num_heads), math.gcd(*kv_heads)
 
 
 def _find_loss_problem(model: Any) -> str | None:

@@ -34,9 +34,11 @@ from typing_extensions import override
 from moecore.base.options.precision import Recipe
 from moecore.base.torch_private import sum_version_counters, tree_map_only
 from moecore.families.transformers.stock import bind_arguments, find_outermost_models
+from moecore.kernels.linear import PlainProducts
 from moecore.models.loss import IGNORE_INDEX, linear_cross_entropy
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.moe.dispatch.collectives import exchange_with_grad
+from moecore.precision.plain import ProductLinear
 
 # Functions that read no values.
 _PROPERTIES = (
@@ -235,9 +237,11 @@ def _get_running_forwards() -> list[RunningForward]:
 def find_plain_heads(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Linear]]:
     """Yield each transformers model whose head is an `nn.Linear` without bias, with the head."""
     for outer in find_outermost_models(model):
-        head = getattr(outer, "get_output_embeddings", lambda: None)()
-        # A subclass, such as an adapter's, may compute another function.
-        if type(head) is nn.Linear and head.bias is None:
+        head: Any = getattr(outer, "get_output_embeddings", lambda: None)()
+        # A subclass, such as an adapter's, may compute another function. A schedule that defers
+        # weight gradients has changed the class of all linears.
+        is_deferred = type(head) is ProductLinear and type(head.products) is PlainProducts
+        if (type(head) is nn.Linear or is_deferred) and head.bias is None:
             yield outer, head
 
 

@@ -57,10 +57,10 @@ def use_sparse_attention(model: nn.Module) -> None:
 
 
 def add_indexer_losses(model: nn.Module, config: IndexerConfig) -> None:
-    """Add the auxiliary loss that `config` describes to each indexer of a model, in place."""
+    """Use `config` in each indexer of a model, and add its auxiliary loss, in place."""
     for layer in find_sparse_attention(model):
         setattr(layer, CONFIG, config)
-        if layer.indexer is not None:
+        if layer.indexer is not None and config.stage != "frozen":
             layer.aux_loss = AuxLoss()
 
 

@@ -42,6 +42,7 @@ from moecore.kernels.sparse_attention.index import (
     compute_span_scores,
     count_workspace_floats,
     differentiate_divergence,
+    round_to_fp8,
     select_keys,
 )
 from moecore.kernels.sparse_attention.keys import Keys, SelectedKeys, SpanOfKeys, multiply_in_fp32
@@ -60,6 +61,7 @@ def sparse_attention(
     top_k: int | None = None,
     selected_tK: Tensor | None = None,
     returns_divergences: bool = False,
+    fp8_scores: bool = False,
 ) -> SparseOutput:
     """Return the attention output of queries that read at most `top_k` keys each. No host sync.
 
@@ -72,11 +74,13 @@ def sparse_attention(
         selected_tK: keys that an earlier call selected, for example for another layer.
         returns_divergences: also return KL divergences of the indexer from attention, which have
             gradients only for `indexer`.
+        fp8_scores: `indexer` selects keys by the FP8 scores of `index.py`. Divergences use scores
+            without rounding.
     """
     assert sinks_H is None or not returns_divergences
     places = indexer or _make_empty_indexer(heads.q_tHd)
     width = None if top_k is None else min(top_k, spans.longest)
-    options = _SparseOptions(scale, width, returns_divergences)
+    options = _SparseOptions(scale, width, returns_divergences, fp8_scores)
     o, selected, kl = _SparseAttention.apply(*heads, *places, selected_tK, sinks_H, spans, options)
     return SparseOutput(o, selected, kl)
 
@@ -87,11 +91,12 @@ def _make_empty_indexer(q_tHd: Tensor) -> IndexerHeads:
 
 
 class _SparseOptions(NamedTuple):
-    """The softmax scale, the number of keys to select, and whether to return divergences."""
+    """The arguments of `sparse_attention` that are not tensors."""
 
     scale: float
     width: int | None  # keys to select; None = none
-    returns_divergences: bool  # whether to return the divergences
+    returns_divergences: bool
+    fp8_scores: bool
 
 
 class _Chunk(NamedTuple):
@@ -106,6 +111,11 @@ class _Chunk(NamedTuple):
     def slice_queries(self, x_tX: Tensor) -> Tensor:
         """Return the entries of the chunk's queries in a tensor of all queries, a view."""
         return x_tX[self.begin : self.end]
+
+    def slice_indexer(self, indexer: IndexerHeads) -> IndexerHeads:
+        """Return an indexer of all queries for the chunk's queries."""
+        q, k, w = indexer
+        return IndexerHeads(self.slice_queries(q), k, self.slice_queries(w))
 
 
 def _split_into_chunks(
@@ -202,6 +212,9 @@ class _SparseAttention(torch.autograd.Function):
             selected = q.new_empty(t, new_width, dtype=torch.int32)
         width = None if selected is None else selected.shape[1]
         uses_kernels = _has_kernels(heads, selected, options)
+        scorer, k_scales = index, None
+        if options.fp8_scores and new_width is not None:
+            scorer, k_scales = round_to_fp8(index)
         for chunk in _split_into_chunks(
             *(heads, index, spans, width),
             selects_keys=new_width is not None,
@@ -209,7 +222,8 @@ class _SparseAttention(torch.autograd.Function):
         ):
             keys: Keys = chunk.span
             if selected is not None and new_width is not None:
-                scores_CS = compute_span_scores(chunk.indexer, chunk.span)
+                of_chunk = chunk.slice_indexer(scorer)
+                scores_CS = compute_span_scores(of_chunk, chunk.span, k_scales)
                 selected_CK = select_keys(scores_CS, chunk.span.first, new_width)
                 chunk.slice_queries(selected).copy_(selected_CK)
                 del scores_CS, selected_CK
@@ -283,6 +297,7 @@ class _SparseAttention(torch.autograd.Function):
                     delta_CH=delta_CH,
                     scale=options.scale,
                     dkeys_Nl=totals[0],
+                    num_visible_keys=len(chunk.span.select_rows(heads.keys_Nl)),
                     returns_output=down is not None,
                 )
             else:

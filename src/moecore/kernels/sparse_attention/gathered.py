@@ -13,7 +13,9 @@ rows exists. Products per query, key and head, of 2 FLOPs per dim:
 In backward, p and ds of a chunk are in memory, 4 H P bytes per query. Therefore scores are computed
 once, no program has two large accumulators, and one program sums a key's gradient over all heads.
 Then 4 l K bytes per query are added to the keys' gradients by atomic additions in fp32. Their order
-is not deterministic. P is K rounded up to a multiple of 128. Scores after the last key are 0, so
+is not deterministic. On Hopper, a launch adds the gradients of one band of all lists after the
+other. The gradients of a band fit the L2 cache if the lists select from the same keys, as lists of
+consecutive queries do. P is K rounded up to a multiple of 128. Scores after the last key are 0, so
 that loads need no mask by key: such a mask would make them 2 bytes wide.
 
 Legend: C queries, N keys, K selected keys, H heads, l = L + R dims of a latent key.
@@ -26,11 +28,15 @@ from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2
 from moecore.kernels.sparse_attention.hopper import (
     has_hopper_gathered_kernels,
     sm90_sparse_attention_bwd_k_kernel,
+    sm90_sparse_attention_bwd_scores_kernel,
     sm90_sparse_attention_fwd_kernel,
 )
+from moecore.kernels.sparse_attention.index_fp8 import multiply_tiles
 from moecore.kernels.triton_api import INTERPRET, tl, triton
 
 HEADS = 64  # of a program: the least rows of a product on Hopper
+BAND_BYTES = 2**25  # of key gradients that fit the L2 cache
+BAND_KEYS = 256  # least entries of a list per program
 
 
 def has_gathered_kernels(q_tHd: Tensor, latent_dim: int, key_dim: int) -> bool:
@@ -44,14 +50,6 @@ def has_gathered_kernels(q_tHd: Tensor, latent_dim: int, key_dim: int) -> bool:
 def _is_power_of_2(number: int, minimum: int) -> bool:
     """Whether the number is a power of two from `minimum` to 512."""
     return minimum <= number <= 512 and number & (number - 1) == 0
-
-
-@triton.jit
-def _multiply(a, b, WIDEN: tl.constexpr):
-    """Return a @ b in fp32; the interpreter cannot multiply 16 bits."""
-    if WIDEN:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    return tl.dot(a, b)
 
 
 @triton.jit
@@ -110,14 +108,14 @@ def _sparse_attention_fwd_kernel(
         k_latent = tl.load(k_row + latent[None, :])
         s = tl.zeros([BH, BK], dtype=tl.float32)
         if R > 0:  # before the latents: warps share only the work of the last product
-            s += _multiply(q_turned, tl.load(k_row + L + turned[None, :]).T, WIDEN)
-        s += _multiply(q_latent, k_latent.T, WIDEN)
+            s += multiply_tiles(q_turned, tl.load(k_row + L + turned[None, :]).T, WIDEN)
+        s += multiply_tiles(q_latent, k_latent.T, WIDEN)
         s = tl.where(is_key[None, :], s * factor, float("-inf"))
         higher = tl.maximum(high, tl.max(s, 1))
         p = tl.exp2(s - higher[:, None])
         shrink = tl.exp2(high - higher)
         total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None] + _multiply(p.to(k_latent.dtype), k_latent, WIDEN)
+        acc = acc * shrink[:, None] + multiply_tiles(p.to(k_latent.dtype), k_latent, WIDEN)
         high = higher
     o = (acc / total[:, None]).to(o_ptr.dtype.element_ty)
     tl.store(o_ptr + row * L + latent[None, :], o, mask=mask[:, None])
@@ -168,12 +166,12 @@ def _sparse_attention_bwd_scores_kernel(
         k = tl.load(k_row + first + dims[None, :])
         q = tl.load(q_row + first + dims[None, :], mask=mask, other=0.0)
         do = tl.load(do_ptr + row * L + first + dims[None, :], mask=mask, other=0.0)
-        s += _multiply(q, k.T, WIDEN)
-        dp += _multiply(do, k.T, WIDEN)
+        s += multiply_tiles(q, k.T, WIDEN)
+        dp += multiply_tiles(do, k.T, WIDEN)
     if R > 0:
         turned = L + tl.arange(0, R)
         q = tl.load(q_row + turned[None, :], mask=mask, other=0.0)
-        s += _multiply(q, tl.load(k_row + turned[None, :]).T, WIDEN)
+        s += multiply_tiles(q, tl.load(k_row + turned[None, :]).T, WIDEN)
     lse = tl.load(lse_ptr + query * H + heads, mask=heads < H, other=0.0)
     delta = tl.load(delta_ptr + query * H + heads, mask=heads < H, other=0.0)
     p = tl.exp2((s * scale - lse[:, None]) * 1.4426950408889634)
@@ -219,9 +217,9 @@ def _sum_selected_rows_kernel(
         key = tl.load(selected_ptr + query * K + begin + tile, mask=is_key, other=0).to(tl.int64)
         w = tl.load(w_ptr + row * P + begin + tile[None, :], mask=mask, other=0.0)
         k_row = keys_ptr + key[:, None] * (L + R)
-        latent_sum += _multiply(w, tl.load(k_row + latent[None, :]), WIDEN)
+        latent_sum += multiply_tiles(w, tl.load(k_row + latent[None, :]), WIDEN)
         if HAS_ROTATED:
-            turned_sum += _multiply(w, tl.load(k_row + turned[None, :]), WIDEN)
+            turned_sum += multiply_tiles(w, tl.load(k_row + turned[None, :]), WIDEN)
     out_row = out_ptr + row * (L + R if HAS_ROTATED else L)
     tl.store(out_row + latent[None, :], latent_sum.to(out_ptr.dtype.element_ty), mask=mask)
     if HAS_ROTATED:
@@ -271,12 +269,12 @@ def _sparse_attention_bwd_k_kernel(
         is_key = begin + tile < num_keys
         key = tl.load(selected_ptr + query * K + begin + tile, mask=is_key, other=0).to(tl.int64)
         out, is_key = dkeys_ptr + key[:, None] * (L + R), is_key[:, None]
-        dk = _multiply(ds.T, q_low, WIDEN) + _multiply(p.T, do_low, WIDEN)
+        dk = multiply_tiles(ds.T, q_low, WIDEN) + multiply_tiles(p.T, do_low, WIDEN)
         tl.atomic_add(out + low, dk, mask=is_key, sem="relaxed")
-        dk = _multiply(ds.T, q_high, WIDEN) + _multiply(p.T, do_high, WIDEN)
+        dk = multiply_tiles(ds.T, q_high, WIDEN) + multiply_tiles(p.T, do_high, WIDEN)
         tl.atomic_add(out + low + HALF, dk, mask=is_key, sem="relaxed")
         if R > 0:
-            dk = _multiply(ds.T, q_turned, WIDEN)
+            dk = multiply_tiles(ds.T, q_turned, WIDEN)
             tl.atomic_add(out + turned, dk, mask=is_key, sem="relaxed")
 
 
@@ -315,11 +313,13 @@ def differentiate_selected(
     scale: float,
     dkeys_Nl: Tensor,
     *,
+    num_visible_keys: int,
     returns_output: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of `q_CHl`, and the output; add the keys' gradient to `dkeys_Nl`.
 
-    The output of `attend_to_selected` is recomputed if `returns_output`. `dkeys_Nl` is fp32.
+    The output of `attend_to_selected` is recomputed if `returns_output`. `dkeys_Nl` is fp32. The
+    speed, but no result, depends on `num_visible_keys`, among which the lists were selected.
     """
     (C, H, key_dim), (K, L) = q_CHl.shape, (selected_CK.shape[1], do_CHL.shape[2])
     q_CHl, keys_Nl, dq_CHl = q_CHl.contiguous(), keys_Nl.contiguous(), torch.empty_like(q_CHl)
@@ -328,17 +328,17 @@ def differentiate_selected(
     o_CHL = torch.empty_like(do_CHL) if returns_output else None
     p_CHP, ds_CHP = q_CHl.new_empty(2, C, H, P)
     constants = dict(_list_constants(H, L, key_dim, K), P=P, num_warps=8)
-    heads = min(128, max(HEADS, next_power_of_2(H)))
-    launch(
-        _sparse_attention_bwd_scores_kernel,
-        C * cdiv(H, heads) * (P // 128),
-        *(q_CHl, keys_Nl, selected_CK, do_CHL, lse_CH, delta_CH, p_CHP, ds_CHP, scale),
-        **constants,
-        BH=heads,
-        BK=128,
-        BL=min(64, L),
-        STAGES=4,
-    )
+    args = (q_CHl, keys_Nl, selected_CK, do_CHL, lse_CH, delta_CH, p_CHP, ds_CHP, scale)
+    is_on_hopper = has_hopper_gathered_kernels(q_CHl, L)
+    tiles = dict(BK=128, BL=min(64, L), STAGES=4)
+    if is_on_hopper:
+        of_hopper = {name: x for name, x in constants.items() if name != "WIDEN"}
+        kernel, grid = sm90_sparse_attention_bwd_scores_kernel, C * cdiv(H, HEADS)
+        launch(kernel, grid, *args, **of_hopper, **tiles, BH=HEADS)
+    else:
+        heads = min(128, max(HEADS, next_power_of_2(H)))
+        grid = C * cdiv(H, heads) * (P // 128)
+        launch(_sparse_attention_bwd_scores_kernel, grid, *args, **constants, **tiles, BH=heads)
     parts = cdiv(L, 256)
     constants |= dict(BH=max(HEADS, next_power_of_2(H)), BK=64, PARTS=parts)
     for w_CHP, out in ((p_CHP, o_CHL), (ds_CHP, dq_CHl)):
@@ -352,13 +352,16 @@ def differentiate_selected(
             HAS_ROTATED=out is dq_CHl and key_dim > L,
             STAGES=5,
         )
-    args = (ds_CHP, q_CHl, selected_CK, dkeys_Nl, p_CHP, do_CHL)
-    if has_hopper_gathered_kernels(q_CHl, L):
+    of_keys = (ds_CHP, q_CHl, selected_CK, dkeys_Nl, p_CHP, do_CHL)
+    if is_on_hopper:
+        bands = max(1, min(cdiv(4 * key_dim * num_visible_keys, BAND_BYTES), K // BAND_KEYS))
+        of_band = C * parts, 64 * cdiv(cdiv(K, bands), 64)
         del constants["WIDEN"], constants["BH"]
-        launch(sm90_sparse_attention_bwd_k_kernel, C * parts, *args, **constants)
+        kernel = sm90_sparse_attention_bwd_k_kernel
+        launch(kernel, bands * C * parts, *of_keys, *of_band, **constants)
     else:
         constants |= dict(PARTS=cdiv(L, 128), STAGES=2)
-        launch(_sparse_attention_bwd_k_kernel, C * cdiv(L, 128), *args, **constants)
+        launch(_sparse_attention_bwd_k_kernel, C * cdiv(L, 128), *of_keys, **constants)
     return dq_CHl, o_CHL
 
 

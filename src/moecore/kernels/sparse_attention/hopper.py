@@ -1,9 +1,10 @@
-"""Two kernels of `gathered.py` for Hopper, with equal FLOPs and bytes but more overlap.
+"""Three kernels of `gathered.py` for Hopper, with equal FLOPs but more overlap or fewer bytes.
 
 Forward loads the keys of the next tile during all products of a tile. Triton's own pipeline begins
-to load a gathered tile only after the last product of the tile before. The kernel of key gradients
-adds the gradients of a tile to memory during the products of the next tile. The docstring of
-`gathered.py` explains the letters.
+to load a gathered tile only after the last product of the tile before. The scores' gradient has the
+queries and output gradients of BH heads in shared memory, and reads each key once. The kernel of
+key gradients adds the gradients of a tile to memory during the products of the next tile. The
+docstring of `gathered.py` explains the letters.
 """
 
 import torch
@@ -129,6 +130,103 @@ def sm90_sparse_attention_fwd_kernel(
 
 
 @gluon.jit
+def _begin_loading_dims(
+    ring, slot, keys_ptr, ids, first, WIDTH: gl.constexpr, layout: gl.constexpr
+):
+    """Start copies of the dims of keys `ids` from `first` on to a slot, as one group."""
+    dims = first + gl.arange(0, ring.shape[2], gl.SliceLayout(0, layout))[None, :]
+    async_load(ring.index(slot), keys_ptr + (ids.to(gl.int64) * WIDTH)[:, None] + dims)
+    hopper.async_copy.commit_group()
+
+
+@gluon.jit
+def sm90_sparse_attention_bwd_scores_kernel(
+    q_ptr,  # [C, H, L + R]
+    keys_ptr,  # [N, L + R]
+    selected_ptr,  # [C, K] int32
+    do_ptr,  # [C, H, L]
+    lse_ptr,  # [C, H] fp32
+    delta_ptr,  # [C, H] fp32
+    p_ptr,  # [C, H, P], 0 where a tile of BK keys has fewer
+    ds_ptr,  # [C, H, P], times `scale`
+    scale,
+    H: gl.constexpr,  # a multiple of BH
+    L: gl.constexpr,  # a multiple of BL, and so is R
+    R: gl.constexpr,
+    K: gl.constexpr,
+    LANES: gl.constexpr,
+    P: gl.constexpr,  # K, as a multiple of BK
+    BH: gl.constexpr,
+    BK: gl.constexpr,
+    BL: gl.constexpr,  # dims of a step
+    STAGES: gl.constexpr,
+):
+    """Write p and ds of one query and BH heads."""
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BK // 2, 16])
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    STEPS: gl.constexpr = (L + R) // BL
+    query = (gl.program_id(0) // (H // BH)).to(gl.int64)
+    first_head = query * H + gl.program_id(0) % (H // BH) * BH
+    selected_ptr += query * K
+    lanes = gl.arange(0, LANES, gl.BlockedLayout([4], [32], [8], [0]))
+    selected = gl.load(selected_ptr + lanes, mask=lanes < K, other=-1)
+    num_keys = gl.sum((selected >= 0).to(gl.int32), 0)
+    q = gl.allocate_shared_memory(dtype, [STEPS, BH, BL], shared)
+    do = gl.allocate_shared_memory(dtype, [L // BL, BH, BL], shared)
+    keys = gl.allocate_shared_memory(dtype, [STAGES, BK, BL], shared)
+    row = (first_head + gl.arange(0, BH, gl.SliceLayout(1, layout)))[:, None]
+    dims = gl.arange(0, BL, gl.SliceLayout(0, layout))[None, :]
+    for step in gl.static_range(STEPS):
+        async_load(q.index(step), q_ptr + row * (L + R) + (step * BL + dims))
+        if step < L // BL:
+            async_load(do.index(step), do_ptr + row * L + (step * BL + dims))
+    hopper.async_copy.commit_group()
+    ids = _load_ids(selected_ptr, 0, num_keys, BK, layout)
+    for step in gl.static_range(STAGES - 1):
+        _begin_loading_dims(keys, step, keys_ptr, ids, step * BL, L + R, layout)
+    heads = first_head + gl.arange(0, BH, gl.SliceLayout(1, s_layout))
+    shift = gl.load(lse_ptr + heads) * 1.4426950408889634
+    delta = gl.load(delta_ptr + heads)
+    factor = scale * 1.4426950408889634
+    tile = gl.arange(0, BK, gl.SliceLayout(0, s_layout))
+    rows = first_head + gl.arange(0, BH, gl.SliceLayout(1, out_layout))
+    places = (rows * P)[:, None] + gl.arange(0, BK, gl.SliceLayout(0, out_layout))[None, :]
+    slot = 0
+    for begin in range(0, num_keys, BK):
+        next_ids = _load_ids(selected_ptr, begin + BK, num_keys, BK, layout)
+        s = gl.zeros([BH, BK], gl.float32, s_layout)
+        dp = gl.zeros([BH, BK], gl.float32, s_layout)
+        for step in gl.static_range(STEPS):
+            hopper.async_copy.wait_group(STAGES - 2)
+            if step > 0:
+                s, dp = hopper.warpgroup_mma_wait(0, deps=(s, dp))
+            hopper.fence_async_shared()
+            thread_barrier()  # the keys are loaded, and the slot of the step before is read
+            k_T = keys.index(slot).permute((1, 0))
+            s = hopper.warpgroup_mma(q.index(step), k_T, s, use_acc=step > 0, is_async=True)
+            if step < L // BL:
+                dp = hopper.warpgroup_mma(do.index(step), k_T, dp, use_acc=step > 0, is_async=True)
+            free, next_step = (slot + STAGES - 1) % STAGES, step + STAGES - 1
+            if step + STAGES - 1 < STEPS:
+                _begin_loading_dims(keys, free, keys_ptr, ids, next_step * BL, L + R, layout)
+            else:
+                next_step -= STEPS
+                _begin_loading_dims(keys, free, keys_ptr, next_ids, next_step * BL, L + R, layout)
+            slot = (slot + 1) % STAGES
+        ids = next_ids
+        s, dp = hopper.warpgroup_mma_wait(0, deps=(s, dp))
+        p = gl.exp2(s * factor - shift[:, None])
+        p = gl.where((begin + tile < num_keys)[None, :], p, 0.0)
+        ds = p * (dp - delta[:, None]) * scale
+        gl.store(p_ptr + begin + places, gl.convert_layout(p.to(dtype), out_layout))
+        gl.store(ds_ptr + begin + places, gl.convert_layout(ds.to(dtype), out_layout))
+    hopper.async_copy.wait_group(0)
+
+
+@gluon.jit
 def _begin_loading_scores(p_smem, ds_smem, p_ptr, ds_ptr, begin, H: gl.constexpr, P: gl.constexpr):
     """Start copies of p and ds of all heads and the keys of a tile, as one group."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
@@ -160,6 +258,8 @@ def sm90_sparse_attention_bwd_k_kernel(
     dkeys_ptr,  # [N, L + R] fp32, added to
     p_ptr,  # [C, H, P]
     do_ptr,  # [C, H, L]
+    num_programs,  # of a band
+    band_keys,  # entries of a list that a program reads, a multiple of BK
     H: gl.constexpr,  # a power of two
     L: gl.constexpr,
     R: gl.constexpr,
@@ -169,7 +269,7 @@ def sm90_sparse_attention_bwd_k_kernel(
     PARTS: gl.constexpr,  # programs of a query
     BK: gl.constexpr,
 ):
-    """Add to dkeys_ptr the gradients of one query's keys, for 1 / PARTS of the dims."""
+    """Add to dkeys_ptr the gradients of a band of one query's keys, for 1 / PARTS of the dims."""
     LATENT: gl.constexpr = L // PARTS
     TURNED: gl.constexpr = R // PARTS
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -186,8 +286,10 @@ def sm90_sparse_attention_bwd_k_kernel(
         [64, 256],
     )
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    query = (gl.program_id(0) // PARTS).to(gl.int64)
-    first = gl.program_id(0) % PARTS * LATENT
+    first_place = gl.program_id(0) // num_programs * band_keys
+    query = (gl.program_id(0) % num_programs // PARTS).to(gl.int64)
+    part = gl.program_id(0) % num_programs % PARTS
+    first = part * LATENT
     selected_ptr += query * K
     p_ptr += query * H * P
     ds_ptr += query * H * P
@@ -200,7 +302,7 @@ def sm90_sparse_attention_bwd_k_kernel(
     async_load(q, q_ptr + row * (L + R) + dims)
     async_load(do, do_ptr + row * L + dims)
     if R > 0:
-        first_turned = L + gl.program_id(0) % PARTS * TURNED
+        first_turned = L + part * TURNED
         turned_layout: gl.constexpr = gl.NVMMADistributedLayout(
             [3, 0], [4, 2], [16, TURNED // 2, 16]
         )
@@ -211,16 +313,16 @@ def sm90_sparse_attention_bwd_k_kernel(
         async_load(q_turned, q_ptr + row * (L + R) + dims)
     lanes = gl.arange(0, LANES, gl.BlockedLayout([4], [32], [8], [0]))
     selected = gl.load(selected_ptr + lanes, mask=lanes < K, other=-1)
-    num_keys = gl.sum((selected >= 0).to(gl.int32), 0)
+    num_keys = gl.minimum(gl.sum((selected >= 0).to(gl.int32), 0), first_place + band_keys)
     for i in gl.static_range(2):
-        begin = gl.minimum(i * BK, P - BK)
+        begin = gl.minimum(first_place + i * BK, P - BK)
         _begin_loading_scores(p_smem.index(i), ds_smem.index(i), p_ptr, ds_ptr, begin, H, P)
     tile = gl.arange(0, BK, ids_layout)
     ids = gl.zeros([BK], gl.int32, ids_layout)  # of the tile before
     is_key = tile < 0
     dlatent = gl.zeros([BK, LATENT], gl.float32, latent_layout)
-    for begin in range(0, num_keys, BK):
-        slot = begin // BK % 2
+    for begin in range(first_place, num_keys, BK):
+        slot = (begin - first_place) // BK % 2
         hopper.async_copy.wait_group(1)
         hopper.fence_async_shared()
         thread_barrier()

@@ -5,8 +5,13 @@
 The kernel of `compute_span_scores` sums over heads in registers and writes only [C, S] numbers. It
 reads its keys once, and the queries of all heads from the L2 cache. It computes 2 C S h i FLOPs.
 Tiles outside all spans are filled without a product. Plain PyTorch writes and reads C S h numbers.
-The kernel of `select_keys` finds the smallest selected score by 8 bits at a time: it reads a row
-five times and writes only its keys.
+The kernel of `select_keys` finds the smallest selected score by 8 bits at a time: it reads scores
+five times and writes only keys. A row that is much longer than K is first reduced to a short list
+of keys, whose scores are at least an estimate of the smallest selected score from a sample of the
+row. If the list has fewer than K keys, or has no room for all, the kernel reads the row instead.
+
+In FP8, q and k are the rotated and quantised rows of `index_fp8.py`. A query's scale is a factor of
+its w, and a key's scale is a factor of the sum over heads.
 
 Legend: C queries of a chunk, S keys of a span, N keys, K keys that a query reads, h heads, i dims.
 """
@@ -14,13 +19,28 @@ Legend: C queries of a chunk, S keys of a span, N keys, K keys that a query read
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import can_use_kernel, cdiv, launch, next_power_of_2
+from moecore.kernels.common import (
+    can_multiply_fp8,
+    can_use_kernel,
+    cdiv,
+    launch,
+    next_power_of_2,
+)
+from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.sparse_attention.contract import IndexerHeads
+from moecore.kernels.sparse_attention.index_fp8 import (
+    multiply_tiles,
+    quantise_rotated,
+    round_rotated,
+)
 from moecore.kernels.sparse_attention.keys import Keys, SpanOfKeys
 from moecore.kernels.triton_api import INTERPRET, tl, triton
 
 DIMS = (16, 32, 64, 128)  # of a head: one step of a product
+FP8_DIMS = DIMS[1:]
+DTYPES = (torch.bfloat16, torch.float16, FP8)
 SCORES = 2**27  # numbers of the scores that `select_in_spans` computes at once: 512 MiB
+SAMPLE = 2048  # scores of a row from which `select_keys` estimates the smallest selected score
 SELECTING = 4  # numbers that `select_keys` allocates per query and key without its kernel
 
 
@@ -42,9 +62,13 @@ def select_keys(scores_CS: Tensor, first_key: int, top_k: int) -> Tensor:
     C, S = scores_CS.shape
     if scores_CS.dtype == torch.float32 and can_use_kernel(scores_CS):
         out = torch.empty(C, top_k, dtype=torch.int32, device=scores_CS.device)
-        block = min(4096, max(256, next_power_of_2(S)))
-        args = scores_CS.contiguous(), out, S, first_key, top_k
-        launch(_select_keys_kernel, C, *args, BLOCK=block, num_warps=8)
+        block = min(2048, max(256, next_power_of_2(S)))
+        size = next_power_of_2(4 * top_k) if 4 * max(top_k, SAMPLE) <= S else 0
+        lists = scores_CS.new_empty(C, size), out.new_empty(C, size)
+        mean_rank = top_k * SAMPLE / S
+        rank = int(mean_rank + 5 * mean_rank**0.5) + 8
+        args = scores_CS.contiguous(), out, *lists, S, first_key, top_k, rank
+        launch(_select_keys_kernel, C, *args, BLOCK=block, LIST=size, SAMPLE=SAMPLE, num_warps=4)
         return out
     is_choice_CS = scores_CS > -torch.inf
     if top_k < S:
@@ -109,8 +133,8 @@ def count_workspace_floats(indexer: IndexerHeads) -> int:
 def _has_index_kernel(indexer: IndexerHeads) -> bool:
     """Whether `_index_scores_kernel` supports the dtype, head dim and device."""
     q = indexer.q_thi
-    is_half = q.dtype in (torch.bfloat16, torch.float16) and indexer.k_Ni.dtype == q.dtype
-    return is_half and q.shape[2] in DIMS and can_use_kernel(q)
+    is_supported = q.dtype in DTYPES and indexer.k_Ni.dtype == q.dtype
+    return is_supported and q.shape[2] in DIMS and can_use_kernel(q)
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "first_key"])
@@ -118,6 +142,7 @@ def _index_scores_kernel(
     q_ptr,  # [C, h, i]
     k_ptr,  # [S, i]
     w_ptr,  # [C, h] fp32
+    k_scales_ptr,  # [S] fp32; None = 1
     first_ptr,  # [C] int64, the first key that a query sees, of all keys
     last_ptr,  # [C] int64, the last one
     scores_ptr,  # [C, S] fp32
@@ -153,11 +178,10 @@ def _index_scores_kernel(
                 q_ptr + of_head[:, None] * DIM + dims[None, :], mask=row_mask[:, None], other=0.0
             )
             w = tl.load(w_ptr + of_head, mask=row_mask, other=0.0)
-            if WIDEN:
-                dots = tl.dot(q.to(tl.float32), k.to(tl.float32), input_precision="ieee")
-            else:
-                dots = tl.dot(q, k)
-            total += tl.maximum(dots, 0.0) * w[:, None]
+            total += tl.maximum(multiply_tiles(q, k, WIDEN), 0.0) * w[:, None]
+        if k_scales_ptr is not None:
+            scales = tl.load(k_scales_ptr + columns, mask=columns < num_keys, other=0.0)
+            total *= scales[None, :]
     seen = (keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None])
     tl.store(
         scores_ptr + rows[:, None] * num_keys + columns[None, :],
@@ -167,53 +191,95 @@ def _index_scores_kernel(
 
 
 @triton.jit
-def _load_ordered(row_ptr, columns, S):
-    """Return scores as unsigned integers of the same order, and whether the query sees the key."""
-    scores = tl.load(row_ptr + columns, mask=columns < S, other=float("-inf"))
+def _order(scores):
+    """Return fp32 as unsigned integers of the same order."""
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)  # -0 equals 0
-    ordered = (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
-    return ordered, scores > float("-inf")
+    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["S", "first_key"])
-def _select_keys_kernel(
-    scores_ptr,  # [C, S] fp32
-    out_ptr,  # [C, top_k] int32
-    S,
-    first_key,
-    top_k,
-    BLOCK: tl.constexpr,
-):
-    """Write the keys with the top_k largest scores of one row: a radix search of the cutoff."""
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr, out_row = scores_ptr + row * S, out_ptr + row * top_k
+@triton.jit
+def _load_ordered(row_ptr, columns, stride, S):
+    """Return S scores as `_order`, and whether the query sees the key."""
+    scores = tl.load(row_ptr + columns * stride, mask=columns < S, other=float("-inf"))
+    return _order(scores), scores > float("-inf")
+
+
+@triton.jit
+def _find_cutoff(row_ptr, stride, S, rank, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    """Search the `rank`-th largest of S scores by 8 bits per step; 0 if the query sees fewer keys.
+
+    Return the first 8 * STEPS bits of its `_load_ordered`, and its rank among scores of equal bits.
+    """
     block, bins = tl.arange(0, BLOCK), tl.arange(0, 256)
-    cutoff = tl.full([], 0, dtype=tl.uint32)  # its leading digits, of 8 bits each
-    remaining = tl.full([], 0, dtype=tl.int32) + top_k  # keys to select among equal digits
-    for step in tl.static_range(4):
+    cutoff = tl.full([], 0, dtype=tl.uint32)
+    num_seen = tl.full([], 0, dtype=tl.int32)
+    remaining = tl.full([], 0, dtype=tl.int32) + rank
+    for step in tl.static_range(STEPS):
         counts = tl.zeros([256], dtype=tl.int32)
         for begin in range(0, S, BLOCK):
-            ordered, is_choice = _load_ordered(row_ptr, begin + block, S)
+            ordered, is_choice = _load_ordered(row_ptr, begin + block, stride, S)
             if step > 0:
                 is_choice &= (ordered >> (32 - 8 * step)) == (cutoff >> (32 - 8 * step))
             digits = ((ordered >> (24 - 8 * step)) & 255).to(tl.int32)
             if step < 2 or tl.sum(is_choice.to(tl.int32), 0) > 0:  # cheaper than a histogram
                 counts += tl.histogram(digits, 256, mask=is_choice)
         if step == 0:
-            remaining = tl.minimum(remaining, tl.sum(counts, 0))
+            num_seen = tl.sum(counts, 0)
         suffix_sums = tl.cumsum(counts, 0, reverse=True)
         digit = tl.max(tl.where(suffix_sums >= remaining, bins, 0), 0)
         remaining -= tl.sum(tl.where(bins > digit, counts, 0), 0)
         cutoff |= digit.to(tl.uint32) << (24 - 8 * step)
+    return tl.where(num_seen >= rank, cutoff, 0), remaining
+
+
+@triton.jit(do_not_specialize=["S", "first_key", "rank"])
+def _select_keys_kernel(
+    scores_ptr,  # [C, S] fp32
+    out_ptr,  # [C, top_k] int32
+    list_ptr,  # [C, LIST] fp32
+    places_ptr,  # [C, LIST] int32
+    S,
+    first_key,
+    top_k,
+    rank,  # in the sample
+    BLOCK: tl.constexpr,
+    LIST: tl.constexpr,  # largest scores of a row that fit; 0 = the row is searched
+    SAMPLE: tl.constexpr,
+):
+    """Write the keys with the top_k largest scores of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr, out_row = scores_ptr + row * S, out_ptr + row * top_k
+    block = tl.arange(0, BLOCK)
+    has_list = False
+    source_ptr, length, places_row = row_ptr, S, out_row
+    if LIST > 0:
+        low, _ = _find_cutoff(row_ptr, S // SAMPLE, SAMPLE, rank, 2, SAMPLE)
+        list_row, places_row = list_ptr + row * LIST, places_ptr + row * LIST
+        number = tl.full([], 0, dtype=tl.int32)
+        for begin in range(0, S, BLOCK):
+            columns = begin + block
+            scores = tl.load(row_ptr + columns, mask=columns < S, other=float("-inf"))
+            is_large = (_order(scores) >= low) & (scores > float("-inf"))
+            places = number + tl.cumsum(is_large.to(tl.int32), 0) - 1
+            tl.store(list_row + places, scores, mask=is_large & (places < LIST))
+            tl.store(places_row + places, columns, mask=is_large & (places < LIST))
+            number += tl.sum(is_large.to(tl.int32), 0)
+        tl.debug_barrier()
+        has_list = (number <= LIST) & ((number >= top_k) | (low == 0))
+        if has_list:
+            source_ptr, length = list_row, number
+    cutoff, remaining = _find_cutoff(source_ptr, 1, length, top_k, 4, BLOCK)
     num_selected = tl.full([], 0, dtype=tl.int32)
-    for begin in range(0, S, BLOCK):
-        ordered, is_choice = _load_ordered(row_ptr, begin + block, S)
+    for begin in range(0, length, BLOCK):
+        ordered, is_choice = _load_ordered(source_ptr, begin + block, 1, length)
         is_equal = (is_choice & (ordered == cutoff)).to(tl.int32)
         is_first = (is_equal > 0) & (tl.cumsum(is_equal, 0) <= remaining)
         selected = (is_choice & (ordered > cutoff)) | is_first
         places = num_selected + tl.cumsum(selected.to(tl.int32), 0) - 1
-        keys = (first_key + begin + block).to(tl.int32)
-        tl.store(out_row + places, keys, mask=selected)
+        keys = begin + block
+        if has_list:
+            keys = tl.load(places_row + keys, mask=keys < length, other=0)
+        tl.store(out_row + places, (first_key + keys).to(tl.int32), mask=selected)
         num_selected += tl.sum(selected.to(tl.int32), 0)
         remaining -= tl.sum(is_first.to(tl.int32), 0)
     for begin in range(0, top_k, BLOCK):
@@ -221,25 +287,46 @@ def _select_keys_kernel(
         tl.store(out_row + places, -1, mask=(places >= num_selected) & (places < top_k))
 
 
-def compute_span_scores(indexer: IndexerHeads, span: SpanOfKeys) -> Tensor:
-    """Return indexer scores [queries, keys] of a key range; -inf if not visible. No host sync."""
+def round_to_fp8(indexer: IndexerHeads) -> tuple[IndexerHeads, Tensor | None]:
+    """Return rotated queries and keys in FP8, and the keys' scales, fp32 [N].
+
+    Without a kernel for products in FP8 the dtype does not change, which represents the rounded
+    values exactly, and the scales are None.
+    """
+    q, k, w = indexer
+    has_kernel = _has_index_kernel(indexer) and q.shape[2] in FP8_DIMS
+    if not (has_kernel and can_multiply_fp8(q.device)):
+        return IndexerHeads(round_rotated(q), round_rotated(k), w), None
+    (q, q_scales), (k, k_scales) = quantise_rotated(q), quantise_rotated(k)
+    return IndexerHeads(q, k, w.float() * q_scales), k_scales
+
+
+def compute_span_scores(
+    indexer: IndexerHeads, span: SpanOfKeys, k_scales_N: Tensor | None = None
+) -> Tensor:
+    """Return indexer scores [queries, keys] of a key range; -inf if not visible. No host sync.
+
+    `indexer` and `k_scales_N` may be the result of `round_to_fp8`.
+    """
     if not _has_index_kernel(indexer):
         return compute_index_scores(indexer, span)
     q_Chi, k_Si = indexer.q_thi.contiguous(), span.select_rows(indexer.k_Ni).contiguous()
     (C, h, i), S = q_Chi.shape, len(k_Si)
     scores_CS = q_Chi.new_empty(C, S, dtype=torch.float32)
-    tensors = q_Chi, k_Si, indexer.w_th.float().contiguous(), span.first_C, span.last_C, scores_CS
+    k_scales_S = None if k_scales_N is None else span.select_rows(k_scales_N)
+    if INTERPRET and k_scales_S is not None:
+        q_Chi, k_Si = q_Chi.view(torch.uint8), k_Si.view(torch.uint8)
     launch(
         _index_scores_kernel,
-        (cdiv(C, 64), cdiv(S, 256)),
-        *tensors,
-        *(C, S, span.first),
+        (cdiv(C, 64), cdiv(S, 128)),
+        *(q_Chi, k_Si, indexer.w_th.float().contiguous(), k_scales_S),
+        *(span.first_C, span.last_C, scores_CS, C, S, span.first),
         HEADS=h,
         DIM=i,
         WIDEN=INTERPRET,
         BC=64,
-        BS=256,
-        num_warps=8,
-        num_stages=3,
+        BS=128,
+        num_warps=4,
+        num_stages=2 if k_scales_N is None else 3,
     )
     return scores_CS

@@ -299,6 +299,7 @@ def make_flat_layouts(
 
     `gather_dtype` None = the dtype of each parameter. `recipes`: parameter name -> recipe of its
     FP8 all-gather. Parameters in `fp32_names` are all-gathered in their dtype and reduced in fp32.
+    Gradients of parameters that are all-gathered in fp64 are reduced in fp64.
     """
     groups: dict[tuple[str, str, str, Recipe | None, int], list[ParamPlan]] = {}
     for param in params:
@@ -310,6 +311,7 @@ def make_flat_layouts(
             gathers = gather_dtype if getattr(torch, param.dtype).is_floating_point else param.dtype
         ranks = num_ranks if param.frozen is None else 1  # 4-bit weights are not all-gathered
         gathers = gathers if param.frozen is None else param.dtype
+        reduces = gathers if gathers == "float64" else reduces
         groups.setdefault((param.dtype, gathers, reduces, recipe, ranks), []).append(param)
     layouts = (make_flat_layout(*key[:-1], params, key[-1]) for key, params in groups.items())
     return tuple(replace(layout, on_host=on_host) for layout in layouts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 from torch import nn
@@ -305,12 +305,19 @@ def _check_context(model: nn.Module, request: Request) -> None:
 def _check_indexers(model: nn.Module, request: Request) -> None:
     if request.indexer is None:
         return
-    if not request.family.find_indexers(model):
+    layers: Any = request.family.find_indexers(model)
+    if not layers:
         raise ValueError(
             f"indexer ({request.indexer}) must be None for {type(model).__name__}, which has no "
             "indexer of sparse attention that is known: leave it out"
         )
-    if request.meshes.parallel.tp > 1:
+    dim = layers[0].indexer.head_dim
+    if request.indexer.fp8_scores and dim & (dim - 1):
+        raise ValueError(
+            f"IndexerConfig.fp8_scores (True) must be False for an indexer of head_dim ({dim}), "
+            "which is no power of two and has no Hadamard matrix: drop it"
+        )
+    if request.meshes.parallel.tp > 1 and request.indexer.stage != "frozen":
         raise NotImplementedError(
             f"indexer ({request.indexer}) must be None with ParallelConfig.tp "
             f"({request.meshes.parallel.tp}) > 1, whose ranks have some heads each: use cp"
