@@ -31,7 +31,7 @@ GROUPS = {
         "pretrain": "train a decoder on a corpus",
         "finetune": "fine-tune a Hugging Face model on chats, prompts or text",
         "grpo": "train a Hugging Face model by reinforcement learning (GRPO)",
-        "recipes": "list, show and copy configs that are ready",
+        "recipes": "list, show and copy ready configs",
         "tiny-model": "make a tiny Hugging Face model and chats to try the other commands",
     },
     "trained models": {
@@ -40,8 +40,8 @@ GROUPS = {
         "checkpoint": "inspect, verify, convert and prune checkpoints",
     },
     "plans": {
-        "plan": "which training run fits a cluster that is not there, and what its ranks hold",
-        "dry-run": "what one rank of a world that is not there holds and does in a step",
+        "plan": "choose the layout of a training run without its GPUs; print memory and time",
+        "dry-run": "print the memory and operations of a rank's step, without GPUs",
         "measure": "what operations take on this machine's GPU, as a table for plans",
     },
     "diagnosis": {
