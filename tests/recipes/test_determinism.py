@@ -34,17 +34,15 @@ def settings(monkeypatch: Any) -> Iterator[None]:
 @pytest.mark.slow
 def test_a_command_has_the_same_bits_in_another_run_and_after_a_resume(tmp_path: Path) -> None:
     """The ranks of each run hash strings by another seed."""
-    straight, again, resumed = (tmp_path / name for name in ("straight", "again", "resumed"))
-    for run_dir in (straight, again):
-        run_in_forks(run_dir, WORDS)
+    straight, resumed = (tmp_path / name for name in ("straight", "resumed"))
+    run_in_forks(straight, WORDS)
     run_in_forks(resumed, WORDS.replace(f"--steps {STEPS}", f"--steps 4 --schedule-steps {STEPS}"))
     assert "from step 4" in run_in_forks(resumed, WORDS)
-    losses, blocks = ([line["loss"] for line in metrics(straight)], tensors(straight, STEPS))
-    for run_dir in (again, resumed):
-        assert [line["loss"] for line in metrics(run_dir)] == losses and len(losses) == STEPS
-        other = tensors(run_dir, STEPS)
-        assert other.keys() == blocks.keys()
-        assert all(torch.equal(other[name], block) for name, block in blocks.items())
+    losses, again = ([line["loss"] for line in metrics(run)] for run in (straight, resumed))
+    assert again == losses and len(losses) == STEPS
+    blocks, others = (tensors(run, STEPS) for run in (straight, resumed))
+    assert others.keys() == blocks.keys()
+    assert all(torch.equal(others[name], block) for name, block in blocks.items())
 
 
 @pytest.mark.parametrize("words", ["", "--deterministic"])

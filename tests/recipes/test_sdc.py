@@ -179,7 +179,8 @@ def check_cases(
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     tiny = tmp_path_factory.mktemp("model")
-    write_tiny_model(tiny)
+    sizes = dict(hidden_size=32, num_hidden_layers=2, head_dim=8, moe_intermediate_size=16)
+    write_tiny_model(tiny, **sizes)
     return run_ranks(4, check_cases, tiny, asked_for(request, "name"))
 
 

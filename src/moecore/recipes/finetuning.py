@@ -73,10 +73,6 @@ class FineTuning(TextTraining):
         if before:
             print_on_rank_0(f"eval loss {before['eval_loss']:.3f} before the first step")
 
-    def next_batch(self, step: int) -> StepBatch | ScheduledBatch:
-        """Return this data rank's batch for a step."""
-        return self.batches.next_batch()
-
     def iterate_micro_batches(self, batch: StepBatch) -> Iterator[Sequence[Tensor]]:
         """Yield each micro-batch's tensors on the device, without the micro-batch dimension A."""
         if self.packs:
@@ -135,13 +131,12 @@ class PreferenceTuning(FineTuning):
         self.engine = Engine(
             self.model, self.owner, max_tokens=max_tokens, reference=self.reference
         )
-        self._metrics: Metrics = {}
 
     def forward_backward(self, num_labels: Tensor, batch: Any) -> Tensor:
         """Run forward and backward; return (mean loss over all ranks) / (number of data ranks)."""
         rollouts = self.prepare_rollouts(batch)
         result = self.engine.forward_backward(rollouts, self.objective)
-        self._metrics = self.average_preference_metrics(result.scores.log_probs_N, rollouts)
+        self.data_metrics = self.average_preference_metrics(result.scores.log_probs_N, rollouts)
         return result.loss / self.meshes.data_ranks  # every rank has the mean
 
     def average_preference_metrics(self, log_probs_N: Tensor, rollouts: Rollouts) -> Metrics:
@@ -170,10 +165,6 @@ class PreferenceTuning(FineTuning):
             response_mask_N=rollouts.response_mask_N.to(self.device),
             advantages_N=None if advantages_N is None else advantages_N.to(self.device),
         )
-
-    def get_data_metrics(self) -> Metrics:
-        """Return the last step's means from `average_preference_metrics`."""
-        return self._metrics
 
     def sum_losses(self, batch: Any) -> Tensor:
         """Return the sum of the losses of this data rank's examples, 0-dim."""

@@ -184,7 +184,6 @@ class Reinforcement(TrainingJob[Samples]):
             self.model, self.owner, max_tokens=self.args.seq_len, reference=self.reference
         )
         self.weights: WeightStream = self.engine.weights(bucket_bytes=1 << 24, layout="fused")
-        self._metrics: Metrics = {}
         end = self.sampler.generation_config.eos_token_id
         end = self.tokenizer.eos_token_id if end is None else end
         self._ends = set(end if isinstance(end, list) else [end])
@@ -241,7 +240,10 @@ class Reinforcement(TrainingJob[Samples]):
         dist.all_reduce(moments)
         total, squares, number = moments.tolist()
         mean = total / number
-        self._metrics = {"reward": mean, "reward_std": max(squares / number - mean**2, 0.0) ** 0.5}
+        self.data_metrics = {
+            "reward": mean,
+            "reward_std": max(squares / number - mean**2, 0.0) ** 0.5,
+        }
         return rewards_n
 
     def sample_completions(self, prompts: Sequence[list[int]]) -> list[list[int]]:
@@ -273,10 +275,6 @@ class Reinforcement(TrainingJob[Samples]):
             rollouts = rollouts.replace(ref_log_probs_N=scores.log_probs_N)
         loss = self.engine.forward_backward(rollouts, self.objective).loss
         return loss / self.meshes.data_ranks  # of the mean, which every rank has
-
-    def get_data_metrics(self) -> Metrics:
-        """Return "reward" and "reward_std" of the last step."""
-        return self._metrics
 
     def compute_metrics(self, counts: list[int], seconds: float) -> Metrics:
         """Return "response_tokens", the mean length of completions, from the samples' counts."""

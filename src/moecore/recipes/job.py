@@ -67,6 +67,7 @@ class TrainingJob(ABC, Generic[BatchT]):
     def __post_init__(self) -> None:
         self.device = torch.device(self.meshes.device_type)
         self.sdc: Any = None  # an `SDCCheck`
+        self.data_metrics: Metrics = {}
         torch.manual_seed(self.args.seed)
         args: RunConfig = self.args
         self.stage: TrainingStage = args.stage or plan_stage(
@@ -119,9 +120,10 @@ class TrainingJob(ABC, Generic[BatchT]):
     def print_start(self) -> None:
         """Print model, data and ranks before the first step of a start."""
 
-    @abstractmethod
     def next_batch(self, step: int) -> BatchT:
         """Return this data rank's batch for a step; the first step is 1."""
+        batch: BatchT = self.batches.next_batch()
+        return batch
 
     def drop_batch(self, step: int) -> None:
         """Read and ignore the batch of step `step`, which a rollback has removed from the run."""
@@ -161,7 +163,7 @@ class TrainingJob(ABC, Generic[BatchT]):
 
     def get_data_metrics(self) -> dict[str, Any]:
         """Return metrics of the last batch that was read, as numbers or 0-dim tensors."""
-        return {}
+        return self.data_metrics
 
     def compute_metrics(self, counts: list[int], seconds: float) -> Metrics:
         """Return more metrics of a step; `counts` of the batch are summed over data ranks."""
