@@ -92,7 +92,7 @@ demo: $(READY)  ## train the tiny preset into runs/demo
 bench: $(READY)  ## run the benchmarks (on a GPU; else a smoke), then: make bench-docs
 	$(PY) -m pytest -q benchmarks $(ARGS)
 
-kills: $(READY)  ## kill ranks in 3,000 steps, three ways to go on (half an hour; needs .[torchft])
+kills: $(READY)  ## kill ranks in 1,500 steps, three ways to go on (20 minutes; needs .[torchft])
 	$(ON_CPUS) $(PY) -m benchmarks.kills $(ARGS)
 
 card: $(READY)  ## run a published figure's step on GPUs beside it: make card CARD=qwen3-30b-a3b-1gpu

@@ -188,6 +188,11 @@ def test_the_example_of_the_layout() -> None:
     found = make_flat_layouts([a, c, b], num_ranks=4, gather_dtype="bfloat16", fp32_names={"b"})
     gathered = {slot.param: layout.gathers for layout in found for slot in layout.slots}
     assert gathered == {"a": "bfloat16", "b": "float32", "c": "bfloat16"}
+    wide = replace(a, name="d", dtype="float64")
+    reduced = [layout.reduces for layout in make_flat_layouts([a, wide], num_ranks=4)]
+    assert reduced == ["float32", "float64"]
+    (narrow,) = make_flat_layouts([wide], num_ranks=4, gather_dtype="bfloat16")
+    assert narrow.reduces == "float32"
 
 
 def test_what_units_are_told() -> None:

@@ -17,7 +17,8 @@ class FSDPOptions(CheckedRecord):
         param_dtype: dtype of compute and all-gathers: fp32, bf16, or fp16 with a loss scale
             (`TrainStep(loss_scale=...)`); None = the dtype of the parameters. Routers, and
             parameters that a transformers class keeps in fp32, keep their dtype.
-        reduce_dtype: dtype in which gradients are reduced, fp32 or bf16.
+        reduce_dtype: dtype in which gradients are reduced, fp32 or bf16. Gradients of parameters
+            that are all-gathered in fp64 are reduced in fp64.
         dense_strategy: ZeRO stage of blocks. "no_shard" (0): gradients are all-reduced. "optim"
             (1): a step has one all-gather and one reduction for all its micro-batches.
             "optim_grads" (2): each micro-batch reduces gradients. "optim_grads_params" (3): weights
