@@ -32,13 +32,13 @@ COMMON = (
 FULL, TOP_K = make_options("forward", None), make_options("reverse", 20)
 LAYOUTS = {  # data ranks times rows times micro-batches = ROWS; and documents are padded for cp
     "tp-cp": ("--tp 2 --cp 2 --ep 2 --batch-size 2 --grad-accum 2", FULL, 4),
-    "pp": ("--pp 2 --schedule zero-bubble --ep 2 --batch-size 1 --grad-accum 2", FULL, 1),
+    "pp": ("--pp 2 --schedule zero-bubble --ep 2 --batch-size 1 --grad-accum 2", TOP_K, 1),
 }
 # From log-probabilities that another layout has written. The slices of cp ranks are those of
 # tests/models/test_distillation.py.
 STORED = {
     "data": ("--ep 2 --batch-size 1", TOP_K, 1),
-    "pp": (LAYOUTS["pp"][0], TOP_K, 1),
+    "pp": LAYOUTS["pp"],
 }
 WRITTEN = "--tp 2 --ep 2 --batch-size 2"
 
