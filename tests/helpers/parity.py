@@ -517,8 +517,13 @@ def train_reference(
 
 def _reference_forward(outputs: list[ReferenceOutput], cp: int) -> Any:
     def forward(
-        self: MoELayer, x_BTD: Tensor, cu_seqlens: Tensor | None = None, **more: Any
+        self: MoELayer,
+        x_BTD: Tensor,
+        cu_seqlens: Tensor | None = None,
+        depth: int = 0,
+        **more: Any,
     ) -> Tensor:
+        assert depth == 0, "no prediction of later tokens"
         assert not any(value is not None for value in more.values()), "whole rows, no padding"
         params = dict(self.named_parameters()) | dict(self.named_buffers())
         is_dealt = self.get_part("router").forced_ids is not None

@@ -219,7 +219,7 @@ def find_file_names(model: Any, names: Iterable[str]) -> dict[str, str | None]:
     from transformers.core_model_loading import revert_weight_conversion
 
     def make_tensors(*names: str) -> dict[str, Tensor]:
-        return {name: torch.empty(1, 1, device="meta") for name in names}
+        return {name: torch.empty(1, 1, dtype=torch.float32, device="meta") for name in names}
 
     def load_names(*names: str) -> dict[str, Tensor]:
         tensors = make_tensors(*names)
