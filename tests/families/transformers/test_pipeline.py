@@ -10,6 +10,7 @@ from torch import nn
 from moecore import ParallelConfig, PipelineConfig, build_meshes, parallelize_moe
 from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
+from moecore.families.transformers.packing import find_packing_problem
 from moecore.io import init_hf
 from moecore.parallel.pipeline.stages import remove_other_stages
 from moecore.planning import fake_world
@@ -196,6 +197,24 @@ def test_a_rank_keeps_what_its_stages_need():
         middle,
         {"embed_tokens", "norm", "lm_head.weight"},
     ]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gated delta",
+        "the device of an embedding is read",
+        "streams, stacked, and choices by token id",
+    ],
+)
+def test_a_stage_needs_no_layers_of_other_stages_for_documents(family):
+    """Each of the tiny model's layers is of a kind of its own."""
+    for stage in stages_of(with_all_layers("Et|tL", FAMILIES[family]())):
+        model = FAMILIES[family]()
+        assert find_packing_problem(model) is None
+        remove_other_stages(staged(model), [stage])
+        assert find_packing_problem(model) is None
+        use_causal_attention(model)
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "llama, tied"])

@@ -33,6 +33,7 @@ from moecore.families.transformers.linear_attention import SEQUENCE, accept_sequ
 from moecore.families.transformers.rows import READER, RowReader
 from moecore.families.transformers.sparse_attention import refuse_cached_keys, use_sparse_attention
 from moecore.families.transformers.stock import (
+    find_local_layer_types,
     find_modules,
     find_names_in_forward,
     get_text_decoder,
@@ -77,8 +78,7 @@ def use_causal_attention(model: nn.Module) -> None:
     from transformers import AttentionInterface
 
     hf: Any = model
-    layer_types = getattr(hf.config.get_text_config(), "layer_types", None) or ()
-    if CHUNKED in layer_types and not find_chunked_layers(hf):
+    if CHUNKED in find_local_layer_types(hf).values() and not find_chunked_layers(hf):
         raise ValueError(
             f"layer_types ({CHUNKED!r}) must not be in the config of {type(hf).__name__} for "
             "use_causal_attention, which has chunks only for Llama 4: leave the model's own"

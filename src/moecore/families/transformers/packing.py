@@ -138,15 +138,16 @@ def find_unsupported_layer(
 ) -> str | None:
     """Return the first layer of a kind that does not support documents, as text, or None.
 
-    `row_layers` maps further supported kinds to their number of layers.
+    `row_layers` maps further supported kinds to their number of layers. Layers of other pipeline
+    stages are not counted.
     """
-    hf: Any = model
-    kinds = getattr(hf.config.get_text_config(), "layer_types", None) or ()
-    row_kinds = (kind for kind, number in (row_layers or {}).items() if number == kinds.count(kind))
+    kinds = stock.find_local_layer_types(model)
+    counts = Counter(kinds.values())
+    row_kinds = (kind for kind, number in (row_layers or {}).items() if number == counts[kind])
     known_kinds = (*KINDS, *row_kinds)
-    for i, kind in enumerate(kinds):
+    for i, kind in kinds.items():
         if kind not in known_kinds:
-            layers = getattr(stock.get_text_decoder(hf), "layers", None)
+            layers = getattr(stock.get_text_decoder(model), "layers", None)
             parts = layers[i].modules() if isinstance(layers, nn.ModuleList) else ()
             names = (type(part).__name__ for part in parts)
             mixer = next((f", {name}" for name in names if name.endswith(MIXERS)), "")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from moecore.base.torch_private import call_after_backward, tree_leaves
 from moecore.moe.layer import LayerLayout
+from moecore.parallel.pipeline.stages import AbsentModule
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a forward: positional, and by name
 OWNERS = ("transformers", "torch")
@@ -254,6 +255,15 @@ def get_text_decoder(model: Any) -> Any:
     """Return the module with the decoder layers; for text-only models, the base model."""
     base = get_base_model(model)
     return base.get_decoder() if hasattr(base, "get_decoder") else base
+
+
+def find_local_layer_types(model: Any) -> dict[int, str]:
+    """Return {i: `layer_types[i]`} of the layers that this rank's pipeline stages hold."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    layers = getattr(get_text_decoder(model), "layers", None)
+    modules = layers if isinstance(layers, nn.ModuleList) else ()
+    absent = {i for i, module in enumerate(modules) if isinstance(module, AbsentModule)}
+    return {i: kind for i, kind in enumerate(kinds) if i not in absent}
 
 
 def find_towers(model: Any) -> dict[str, nn.Module]:
