@@ -35,6 +35,7 @@ from moecore.io.hf.quant import TensorSource
 from moecore.io.interchange.dcp import DCPFiles, NewChunk, NewTensor, find_prefixes, write_dcp
 from moecore.io.interchange.dcp_metadata import read_options
 from moecore.io.interchange.megatron import (
+    OTHER_CHOICES,
     OTHER_FUNCTIONS,
     ROOTS,
     WORDS,
@@ -195,10 +196,11 @@ def _find_megatron_sources(
     files: DCPFiles, config: DecoderConfig
 ) -> tuple[dict[str, TensorSource], list[str]]:
     """Return a Megatron-Core directory's Hugging Face tensors by name, or only error texts."""
-    for option, value in read_options(files.path / "common.pt", OTHER_FUNCTIONS).items():
-        if value:
+    common, options = files.path / "common.pt", {*OTHER_FUNCTIONS, *OTHER_CHOICES}
+    for option, value in read_options(common, options).items():
+        if value == OTHER_CHOICES[option] if option in OTHER_CHOICES else value:
             raise NotImplementedError(
-                f"{option} ({quote(value)}) of {files.path / 'common.pt'} must be off, else the "
+                f"{option} ({quote(value)}) of {common} must be off, else the "
                 "native decoder computes another function of these weights: train on in "
                 "Megatron-Core"
             )

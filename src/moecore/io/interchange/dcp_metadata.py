@@ -44,6 +44,7 @@ RECORDS = frozenset(
 )
 HOMES = ("torch.distributed.", "megatron.core.", "pathlib")
 # Opcodes of a pickle. The elements of a list follow its opcode.
+GETS = ("GET", "BINGET", "LONG_BINGET")  # of an earlier object
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_LIST": "a list"}
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
@@ -130,11 +131,17 @@ def read_options(path: Path, names: Collection[str]) -> dict[str, Any]:
     with open(descriptor, "rb") as stream:
         check_file_size(path, os.fstat(descriptor).st_size, MAX_OPTIONS_FILE)
         raw = _read_pickles(path, stream)
+    codes = list[tuple[str, Any]]()
     try:
-        codes = [(code.name, value) for part in raw for code, value, _ in genops(part)]
-    except ValueError:
+        for part in raw:
+            memo = dict[Any, tuple[str, Any]]()
+            for code, value, _ in genops(part):
+                if code.name.endswith(("PUT", "MEMOIZE")):
+                    memo[len(memo) if value is None else value] = codes[-1]
+                else:
+                    codes.append(memo[value] if code.name in GETS else (code.name, value))
+    except (ValueError, LookupError):
         return {}
-    codes = [(code, value) for code, value in codes if not code.endswith(("PUT", "MEMOIZE"))]
     return {
         str(name): CONSTANTS.get(code, value)
         for (_, name), (code, value) in itertools.pairwise(codes)
