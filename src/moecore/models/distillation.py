@@ -71,7 +71,10 @@ class Distillation(CheckedRecord):
 def compute_kl(
     logits_CX: Tensor, teacher_CX: Tensor, kl_type: str, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Return KL divergences [C], and the gradient by logits_CX; `group` shards the vocabulary."""
+    """Return KL divergences [C], and their gradients by the student's logits [C, X].
+
+    `group` shards the columns X (the vocabulary); None = all columns are local. Collective.
+    """
     log_p_CX, log_q_CX = (
         x_CX - _gather_ranks(x_CX.logsumexp(1), group).logsumexp(0)[:, None]
         for x_CX in (logits_CX, teacher_CX)
@@ -87,7 +90,7 @@ def compute_kl(
 
 
 def _gather_ranks(x_C: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the tensors of G ranks, [G, C, ...]; None = 1 rank. Collective."""
+    """All-gather x_C over the G ranks of `group`; return [G, C, ...]. None = 1 rank."""
     if group is None:
         return x_C[None]
     x_GC: Tensor = all_gather_rows(x_C, group).unflatten(0, (group.size(), -1))

@@ -102,7 +102,7 @@ class LogProbLoss(CheckedRecord):
         labels_Bt: Tensor,
         gather_full_rows: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Gather log-probabilities and entropies [N] to full rows; return `function` of both."""
+        """All-gather log-probabilities and entropies, [N] to [B, T]; return `function` of both."""
         numbers = [x_N.view_as(labels_Bt) for x_N in log_probs_and_entropies if x_N is not None]
         rows_BTX = gather_full_rows(torch.stack(numbers, dim=-1))
         if rows_BTX.shape[:2] != self.labels_BT.shape:

@@ -165,7 +165,7 @@ def select_sliced_exchange(tp: TensorParallel, x: Tensor) -> SlicedExchange | No
 
 
 def find_overlap_problem(linear: nn.Linear, x: Tensor) -> str | None:
-    """Return the reason why a linear's matmul cannot overlap with a sliced collective, or None."""
+    """Return the reason why a linear's matmul cannot overlap with a `SlicedExchange`, or None."""
     forward = type(linear).forward
     is_plain = forward in PLAIN_FORWARDS
     if isinstance(linear, ProductLinear):

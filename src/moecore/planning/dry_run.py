@@ -66,7 +66,7 @@ class DryRun:
     # "nvlink", and torch's workspace of exchanges of tp slices.
     buffers: int
     pages: int  # bytes of the device pages of `MemoryOptions.stash`, a part of `resident_bytes`
-    queued: tuple[QueuedLaunch, ...]  # in the order in which the host queues them
+    queued: tuple[QueuedLaunch, ...]  # in the order in which the host launches them
     # Beginnings of modules' passes (only without a pipeline), and of clipping and the optimizer.
     starts: tuple[PartStart, ...]
     # By part: saved bytes of a forward that are offloaded (of the last block, that could be), by
@@ -108,7 +108,7 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
 
 
 def record_with_even_loads(run: TrainingRun, record_run: Callable[[TrainingRun], DryRun]) -> DryRun:
-    """Return the dry run of `run`, but with the launches of a run with balanced expert loads."""
+    """Return one dry run with the memory of `run` and the launches of `run.with_even_loads`."""
     capacity_step = record_run(run)
     if run.with_even_loads == run:
         return capacity_step

@@ -108,7 +108,11 @@ def _list_action_parts(timeline: Timeline, rank: int) -> list[Part]:
 def _draw_bars(
     rows: Sequence[tuple[str, list[Part]]], axis_length: float, line_position: float | None = None
 ) -> str:
-    """Return an SVG of bars, (label, parts), of full width `axis_length`, and a dashed line."""
+    """Return an SVG with one horizontal bar per row (label, parts).
+
+    `axis_length` is the end of the axis, in the unit of the parts' starts and lengths. A dashed
+    line is drawn at `line_position`, unless it is None.
+    """
     height = ROW * len(rows)
     svg = [f'<svg width="{LABEL + WIDTH}" height="{height}" role="img">']
     for i, (label, parts) in enumerate(rows):

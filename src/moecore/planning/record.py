@@ -71,15 +71,15 @@ class Work(CheckedRecord):
 
 
 class QueuedLaunch(NamedTuple):
-    """A recorded launch of an operation; launches are numbered in the order of the host's calls."""
+    """A recorded launch of a device operation; launches are numbered in the host's launch order."""
 
     work: Work
     stream: int  # the launches of a stream run in order
     dependencies: frozenset[int]  # launches that must finish before this launch starts
-    host_dependencies: frozenset[int]  # launches that the host awaited since the previous launch
+    host_dependencies: frozenset[int]  # launches that the host waited for since the last launch
     node_ranks: int = 0  # the number of a collective's ranks in this rank's domain
     phases: tuple[str, ...] = ()  # the profiler marks around the launch, the outermost first
-    times: int = 1  # sequential runs; the host queues the next launch after the first run
+    times: int = 1  # consecutive runs; the host launches the next operation after the first run
 
 
 PRODUCTS = {"mm": 0, "bmm": 0, "scaled_mm_v2": 0, "addmm": 1, "addmm_": 1}  # where a and b begin
@@ -431,7 +431,7 @@ class WorkRecorder(DispatchMode):
         return out
 
     def _record_collective(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Record the work of a collective; return a completed c10d work without communication."""
+        """Record a collective's launch; return a completed c10d `Work` without communication."""
         groups = [x for x in args if isinstance(x, torch.ScriptObject)]
         ranks = max((_list_group_ranks(x) for x in groups), key=len, default=[dist.get_rank()])
         domain = dist.get_rank() // self._domain

@@ -29,11 +29,11 @@ SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchShape:
-    """The shape of the batch of one optimizer step, over all data ranks."""
+    """Numbers of ranks, micro-batches, rows and tokens of one optimizer step's batch."""
 
-    data_ranks: int  # with different data
+    data_ranks: int  # data parallel ranks, each with different rows
     grad_accum: int  # micro-batches of a step
-    batch_size: int  # rows of a data rank and micro-batch
+    batch_size: int  # rows of one micro-batch on one data rank
     seq_len: int  # tokens of a row
     cp: int = 1  # ranks that share a row; documents are padded to a multiple of 2 * cp
 
@@ -83,7 +83,10 @@ class StepBatch:
         return tuple(tensor for tensor in (*tensors, *self.extras) if tensor is not None)
 
     def count_labels_and_tokens(self) -> Tensor:
-        """Return int64 [4]: labels, non-padding tokens, sum of document length^2, all tokens."""
+        """Return int64 [4]: labels, tokens without padding, squared lengths, tokens with padding.
+
+        The squared lengths of documents are summed.
+        """
         if self.padding_ABT is None or self.cu_seqlens_An is None:
             lengths = torch.full(
                 self.tokens_ABT.shape[:2], self.tokens_ABT.shape[2], dtype=torch.int64, device="cpu"

@@ -88,7 +88,10 @@ def print_run_error(error: Exception, args: Any, *, saves_memory: str = SAVES_ME
 
 @contextmanager
 def silence_background_errors() -> Iterator[None]:
-    """Return a context in which background threads print no errors; `Saver.check` raises them."""
+    """Return a context that does not print errors of background saves; `Saver.check` raises them.
+
+    The context hides ERROR records of the logger "moecore.io" and OSErrors that end a thread.
+    """
     logger, hook = logging.getLogger("moecore.io"), threading.excepthook
     logger.addFilter(is_no_error := lambda record: record.levelno < logging.ERROR)
     threading.excepthook = lambda e: None if issubclass(e.exc_type, OSError) else hook(e)

@@ -122,7 +122,10 @@ def make_packed_steps(
 def make_scheduled_steps(
     examples: Sequence[Example], shape: BatchShape, *, seed: int | None, collator: ScheduledCollator
 ) -> Steps[ScheduledBatch]:
-    """Return this data rank's batch reader for --dynamic-cp; `seed` None = no shuffle."""
+    """Return an endless reader of batches for --dynamic-cp; `seed` None = no shuffle.
+
+    Every data rank samples the same examples, and `collator` returns this rank's batch of them.
+    """
     documents, lengths = _make_documents(examples)
     sampler = PackedBatchSampler(
         lengths, shape.seq_len, rows=shape.rows, seed=seed or 0, shuffle=seed is not None

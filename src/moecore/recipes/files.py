@@ -155,10 +155,10 @@ def is_dataset(path: str) -> bool:
 def open_dataset(
     path: str, option: str, *, split: str = "train", config: str = "", stream: bool = False
 ) -> Any:
-    """Return the rows of the data set at `path`: hf:NAME, a .parquet file or a directory.
+    """Return the rows of hf:NAME, a .parquet file, or a directory of `save_to_disk`.
 
-    Only hf:NAME uses `config` and `stream`, which reads without storing files. A .parquet file
-    ignores `split`. ValueErrors name the flag `option`.
+    `config` and `stream` are only for hf:NAME. `stream` reads rows without storing files. A
+    .parquet file ignores `split`. ValueErrors name the flag `option`.
     """
     name = format_option(option, path)
     try:

@@ -134,10 +134,11 @@ def read_prompts(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingOptions(CheckedRecord):
-    """Completions of prompts, and their rewards.
+    """How completions of prompts are sampled and rewarded.
 
     Attributes:
-        reward: MODULE:FUNCTION of (prompts, completions, **columns) -> numbers, as in TRL.
+        reward: "MODULE:FUNCTION". The function receives (prompts, completions, **columns) and
+            returns a number per completion, as in TRL.
         group: completions per prompt.
         max_new_tokens: maximum tokens of a completion.
         temperature: divisor of the logits.

@@ -36,7 +36,7 @@ class ParamGroup(CheckedRecord):
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """Return the options of a text such as "*.router.*,lr_factor=0.1,weight_decay=0"."""
+        """Parse "PATTERN,NAME=NUMBER,...", such as "*.router.*,lr_factor=0.1,weight_decay=0"."""
         pattern, *pairs = text.split(",")
         try:
             values = {name: float(value) for name, value in (pair.split("=") for pair in pairs)}

@@ -214,7 +214,7 @@ def build_job(args: PretrainConfig) -> CorpusTraining:
 def read_sources(
     args: PretrainConfig, tokenizer: Tokenizer
 ) -> tuple[list[CorpusSource], list[CorpusSource]]:
-    """Open the corpus; return (training sources, evaluation sources)."""
+    """Open the corpus; return (training, evaluation) sources, both empty for --tokens random."""
     if args.tokens == "random":
         return [], []
     sources = [open_source(options, tokenizer) for options in args.data]

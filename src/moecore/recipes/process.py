@@ -61,7 +61,7 @@ def find_numa_cpus(pci_address: str, sysfs_root: Path = SYSTEM) -> set[int]:
 
 @contextmanager
 def disable_garbage_collection() -> Iterator[None]:
-    """Return a context without automatic garbage collection; `collect_garbage` collects."""
+    """Return a context without automatic garbage collection; call `collect_garbage` each step."""
     is_enabled, is_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()  # later collections skip the objects that exist now

@@ -193,7 +193,7 @@ Options = Mapping[str, Any]  # of a TOML file
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageLength(CheckedRecord):
-    """The name and the length of a stage."""
+    """The name and the length of a training stage."""
 
     name: str  # in checkpoints and messages
     steps: Count | None = None  # optimizer steps; None = `tokens` sets the length
@@ -254,7 +254,7 @@ class TrainingStage:
 
 
 def split_stages(content: Options) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Split a TOML file's content into the options of the run and the tables of its stages."""
+    """Split a TOML file's content into the run's options and its [[stages]] (training stages)."""
     options, tables = dict(content), content.get("stages")
     options.pop("stages", None)
     if tables is None:

@@ -138,7 +138,10 @@ class Reruns:
 
 
 def drop_step(model: nn.Module) -> None:
-    """Drop gradients, token counts and auxiliary losses of an unfinished step. No collective."""
+    """Discard the gradients, token counts, auxiliary losses and amax values of an unfinished step.
+
+    FSDP units are resharded. Cached quantised copies of expert weights are freed. No collective.
+    """
     for engine in list_engines(model):
         engine.drop_step()
     for record in list_parallel_states(model):

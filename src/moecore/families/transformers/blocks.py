@@ -100,15 +100,15 @@ MAX_NORM_MIN = 1e-12  # a larger bound of the sum of weights would change weight
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterRecord:
-    """How to read the routing options of a class of MoE blocks from the block or its router."""
+    """How `read_routing` reads the routing options of one class of transformers MoE blocks."""
 
     layout: LayerLayout = STACKED  # names of the block's parts, except inside its experts module
     # Of the logits, unless the router has `expert_selection_fn`; None = the module `score_fn`.
     score_function: ScoreFunction | None = "softmax"
     score_order: ScoreOrder = "pre"  # "pre" selects by score; "post" selects by logit, then scores
-    normalize: bool | str = True  # whether weights are divided by their sum, or an option
-    scale: str = ""  # option with a factor on the weights or on the routed output; "" = 1
-    group_experts: int = 0  # best scores whose sum ranks a group; 0 = groups are not supported
+    normalize: bool | str = True  # whether weights are divided by their sum, or an option's name
+    scale: str = ""  # name of the option with a factor on weights or the routed output; "" = 1
+    group_experts: int = 0  # number of best scores whose sum ranks a group; 0 = unsupported
     weights_on_input: bool = False  # whether weights multiply the experts' input
     layer_class: type[MoELayer] = MoELayer  # for blocks with another forward
     children: tuple[str, ...] = ()  # children that `layer_class` runs, except parts of `layout`

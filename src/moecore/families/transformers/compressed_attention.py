@@ -58,9 +58,9 @@ class _Windows(NamedTuple):
     tokens_Em: Tensor  # int64, indices into N tokens; unused entries repeat the last token
     positions_E: Tensor  # int64, position of the window's first token in its document
     own_t: Tensor  # int64, index of each local query into N tokens
-    positions_t: Tensor  # int64, its position in its document
-    first_t: Tensor  # int64, the first window of its document
-    number_t: Tensor  # int64, windows of its document that end at it or before
+    positions_t: Tensor  # int64, position of each query in its document
+    first_t: Tensor  # int64, index of the first window of the query's document
+    number_t: Tensor  # int64, number of its document's windows that end at or before the query
 
 
 def _find_windows(sequence: Sequence, shape: torch.Size, size: int, device: Any) -> _Windows:
@@ -181,10 +181,12 @@ def _compress(
 def _list_keys(
     layer: Any, selected_tK: Tensor | None, windows: _Windows, num_tokens: int, longest: int
 ) -> Tensor:
-    """Return int32 keys per query: its latest tokens, then windows, ascending, then -1.
+    """Return int32 [t, keys]: the ascending indices of each query's keys, then -1.
 
-    The windows are `selected_tK`, or all earlier windows of the document. Window e has key
-    `num_tokens` + e. `longest` is the number of tokens of the longest document.
+    A query reads the keys of the `sliding_window` latest tokens of its document, its own included.
+    A query also reads the keys of the windows in `selected_tK`. None = all windows of its document
+    that end at or before the query. Window e has index `num_tokens` + e. `longest` is the length
+    of the longest document.
     """
     K = max(1, longest // layer.compressor.compress_rate)
     if selected_tK is not None:

@@ -43,7 +43,10 @@ class CausalContext:
         self.model: Any = model
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """Return `options` with the communication method of attention for `cp` and `tp` ranks."""
+        """Return `options` with a chosen `way`: how attention communicates over `cp` ranks.
+
+        Raises ValueError or NotImplementedError if the model does not support `options` or cp.
+        """
         name, part = type(self.model).__name__, find_packing_problem(self.model)
         problem = None if part is None else f"{part} needs whole rows on a rank"
         if (problem := problem or _find_loss_problem(self.model)) is not None:

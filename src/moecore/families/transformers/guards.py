@@ -99,7 +99,7 @@ def refuse_lost_router_logits(model: nn.Module) -> None:
 
 
 def _list_base_models(model: nn.Module) -> list[nn.Module]:
-    """Return the transformers models without a head in a model."""
+    """Return the modules of a model that are transformers base models (models without a head)."""
     modules = filter(stock.is_transformers_module, model.modules())
     return [module for module in modules if getattr(module, "base_model", None) is module]
 

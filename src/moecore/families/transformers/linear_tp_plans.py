@@ -50,7 +50,10 @@ class _LinearHeads:
 
 
 def plan_linear_attention(name: str, module: Any, tp: int) -> ModulePlan | str:
-    """Return how a linear attention layer is sharded by heads, or why it stays replicated."""
+    """Return the plan to shard a linear attention layer by heads, or the reason to replicate it.
+
+    ValueError if tp does not divide the numbers of heads.
+    """
     layer = LAYERS[find_linear_rule(module) or ""](module, tp)
     groups = [heads for heads, _ in layer.channels]
     if any(n % tp for n in layer.heads) or any(n % tp and tp % n for n in groups):
@@ -82,7 +85,7 @@ def plan_linear_attention(name: str, module: Any, tp: int) -> ModulePlan | str:
 
 
 def _find_sharding_problem(module: Any, heads: _LinearHeads) -> str | None:
-    """Return why `module` cannot be sharded by heads as `heads` describes; None = it can."""
+    """Return the reason why `module` cannot be sharded as `heads` describes, or None."""
     linears, params = get_linears(module), dict(module.named_parameters())
     sizes = {n: _count_rows(stack) for n, stack in heads.columns.items()}
     for child, linear in linears.items():

@@ -76,7 +76,11 @@ def unwrap_experts(model: nn.Module) -> Iterator[list[_WrappedExperts]]:
 
 
 def adapt_experts(wrapped: list[_WrappedExperts], layers: Mapping[str, RoutedLayer]) -> None:
-    """Move the LoRA matrices of `wrapped` experts to `Experts.lora` of the MoE layers."""
+    """Move the LoRA matrices of experts that peft has wrapped to `Experts.lora`.
+
+    `layers` maps names to MoE layers. Raises ValueError or NotImplementedError for adapters that
+    the layers do not support.
+    """
     places = {f"{name}.{m.get_part_name('experts')}".rstrip("."): m for name, m in layers.items()}
     for wrap in wrapped:
         layer = places.get(f"{wrap.block}.{wrap.child}")

@@ -84,7 +84,10 @@ class StagedCausal:
         return parts
 
     def hidden_shape(self, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the shape [B, T / cp, ...] of the hidden states that a stage receives."""
+        """Return the shape [B, T / cp, ...] of the hidden states that a stage receives.
+
+        If another stage has the embedding, the stage with layer 0 receives [B, T / cp, D].
+        """
         cp = None if self._reader is None else self._reader.select_ranks(inputs.get("cp"))
         B, T = inputs["input_ids"].shape
         sizes = (self._hidden_size,) if 0 in stage.layers else getattr(self.model, SIZES)
@@ -95,7 +98,7 @@ class StagedCausal:
         return int(self.model.config.get_text_config().hidden_size)
 
     def check_inputs(self, inputs: Mapping[str, Any]) -> None:
-        """Raise ValueError for arguments that a pipeline stage does not support, such as masks."""
+        """Raise ValueError if an argument is unsupported, or if input_ids or labels are missing."""
         refused_inputs = [n for n in REFUSED if not (inputs.get(n) is None or inputs[n] is False)]
         if getattr(self.model.config.get_text_config(), "output_router_logits", False):
             refused_inputs.append("output_router_logits")

@@ -168,7 +168,11 @@ def refuse_customised_block(
 
 
 def refuse_customised_experts(experts: nn.Module, child_names: tuple[str, ...]) -> None:
-    """Raise NotImplementedError for patched experts, or for child modules not in `child_names`."""
+    """Raise NotImplementedError for experts that moecore cannot compute.
+
+    Such experts have a patched method, a custom `_experts_implementation`, a norm of each expert's
+    output, or a child module that is not in `child_names`.
+    """
     kind = type(experts).__name__
     if getattr(experts, "has_post_expert_norm", False):
         raise NotImplementedError(
@@ -185,7 +189,11 @@ def _refuse_custom_code(
     module_names: tuple[str, ...],
     child_names: tuple[str, ...] = (),
 ) -> None:
-    """Refuse a part whose class is not in `module_names`, is patched or has other children."""
+    """Raise NotImplementedError for a module with another computation than its adapter expects.
+
+    The class must be defined in one of `module_names`. Methods must be from transformers or torch.
+    Children must be in `child_names`.
+    """
     cls = type(module)
     if cls.__module__ not in module_names:
         raise NotImplementedError(

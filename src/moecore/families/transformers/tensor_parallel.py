@@ -147,7 +147,7 @@ def _hook_module(tp: TensorParallel, module: Any, plan: ModulePlan) -> None:
 def _replace_attributes(
     module: nn.Module, getters: Mapping[str, Callable[[nn.Module], Any]]
 ) -> None:
-    """Replace attributes of a module by properties of {name: function of the module}, in place."""
+    """Replace attributes by properties {name: getter}: change the module's class, in place."""
     base, properties = type(module), {name: property(getter) for name, getter in getters.items()}
     module.__class__ = type(base.__name__, (base,), properties | {"__module__": base.__module__})
 

@@ -209,7 +209,7 @@ def _find_hf_differences(
 
 
 def _select_compared_fields(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that change a model's output; rotary fields are compared elsewhere."""
+    """Return the fields that may change a model's eval output, without rotary fields."""
     result = {
         name: value
         for name, value in hf_config.items()

@@ -82,7 +82,7 @@ def open_file(
 
 
 def read_regular_file(path: AnyPath, *, max_bytes: int, follow_symlinks: bool = False) -> bytes:
-    """Return the file's content; ValueError if it has more than `max_bytes` or is not regular."""
+    """Return a file's content; ValueError if it exceeds `max_bytes` or is not a regular file."""
     if isinstance(path, RemotePath):
         data = path.read(0, max_bytes + 1)
         check_file_size(path, len(data), max_bytes)
@@ -160,7 +160,11 @@ def _delete_path(path: Path) -> None:
 
 
 def _list_deletable_entries(path: Path) -> list[str]:
-    """Return the relative paths in a directory; OSError if an entry cannot be deleted."""
+    """Return all relative paths below a directory; OSError if some may not be deleted.
+
+    Deletion needs permission to write in each directory that is not empty. The result is [] for a
+    symlink, which is deleted without its target.
+    """
     if path.is_symlink():
         return []
     paths = []

@@ -63,7 +63,7 @@ class WeightBucket:
 
     @classmethod
     def empty(cls, metas: Sequence[WeightMeta], device: torch.device) -> WeightBucket:
-        """Allocate an uninitialized bucket for tensors with names, dtypes and shapes `metas`."""
+        """Allocate an uninitialized bucket for the tensors that `metas` describes."""
         size = sum(align_bytes(meta.nbytes) for meta in metas)
         return cls(tuple(metas), torch.empty(size, dtype=torch.uint8, device=device))
 

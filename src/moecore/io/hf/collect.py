@@ -108,13 +108,16 @@ class PartOwners:
 def read_shard_box(
     tensor: Tensor, box: tuple[slice, ...], dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return a view of the slices `box` of this rank's shard; 4 bits are dequantised to `dtype`."""
+    """Return the slices `box` of this rank's shard: a view, or dequantised values.
+
+    Values in 4 bits are dequantised to `dtype`, unless it is None.
+    """
     local = get_detached_shard(tensor)
     return local[box] if get_fp8_blocks(tensor) is None else read_stored_values(tensor, box, dtype)
 
 
 class StoredCollector(ErrorKeeper):
-    """Assembles Hugging Face tensors from a native checkpoint; `stack` closes the opened files."""
+    """Assembles Hugging Face tensors from a native checkpoint's files, which `stack` closes."""
 
     def __init__(
         self,

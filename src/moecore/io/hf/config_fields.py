@@ -255,7 +255,11 @@ def read_latent_attention(fields: Fields) -> dict[str, Any]:
 
 
 def find_windows(fields: Fields, has_window: Sequence[bool]) -> tuple[int, ...]:
-    """Return sliding windows in tokens (0 = full) of the shortest period of layers; () = none."""
+    """Return the sliding windows of the shortest pattern of layers that repeats in the model.
+
+    A window is a number of tokens; 0 = full attention. The result is () if no layer has a window
+    below max_position_embeddings. `has_window` has a bool per layer.
+    """
     window, length = fields.get("sliding_window", None), fields.require("max_position_embeddings")
     if window is None or window >= length or not any(has_window):
         return ()

@@ -198,17 +198,17 @@ def _plan_files(
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """The Hugging Face files to convert, the recipes that read them, and the call's options."""
+    """A Hugging Face directory to convert to a native checkpoint, and the checkpoint's options."""
 
-    path: Path
+    path: Path  # of the Hugging Face directory
     files: BoxReader
     sources: Mapping[str, TensorSource]  # by Hugging Face name
-    plan: Mapping[str, FileRecipe]  # by native name
+    plan: Mapping[str, FileRecipe]  # native name -> the Hugging Face tensors that store the tensor
     config: DecoderConfig
     problems: list[str]  # differences between config and files
-    step: int
-    dtype: torch.dtype | None
-    max_file_bytes: int
+    step: int  # of the native checkpoint
+    dtype: torch.dtype | None  # None = the files' dtype, or bf16 for quantised tensors
+    max_file_bytes: int  # of a native file
     progress: Progress | None
 
 

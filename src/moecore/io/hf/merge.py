@@ -129,7 +129,7 @@ def find_unmerged_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _find_active_merges(model: nn.Module) -> list[Merge]:
-    """Return the model's merges, as `find_merges`; ValueError if no adapter is active."""
+    """Return `find_merges(model)`; ValueError if no adapter is active and unmerged."""
     merges = find_merges(model)
     if not merges:
         raise ValueError(

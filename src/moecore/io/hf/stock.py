@@ -356,7 +356,10 @@ class _TraceMode(DispatchMode):
         return self._ranges[i]
 
     def list_links(self, view: Tensor) -> Iterator[_Link]:
-        """Yield boxes that cover a traced tensor, each with the view of a file that stores it."""
+        """Yield each box of a traced tensor, with the view of the file tensor that has its values.
+
+        The boxes cover the traced tensor. Values without such a view raise `_Untraceable`.
+        """
         owner, full_box = self.find_range(view), tuple((0, n) for n in view.shape)
         offset = int(view.storage_offset()) - owner.first
         if owner.file:

@@ -112,7 +112,7 @@ class _ChunkPart(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer from the current position; return the bytes read."""
+        """Read bytes from the current position into a buffer; return their number."""
         self._stream.seek(self._start + self._at)
         count = max(0, min(len(buffer), self._length - self._at))
         read: int = self._stream.readinto(memoryview(buffer)[:count])

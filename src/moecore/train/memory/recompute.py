@@ -337,12 +337,12 @@ class _RegionCall:
 
 
 class _RegionOutput(NamedTuple):
-    """An output of a recomputed region; the reference keeps its storage key unique."""
+    """An output of a recomputed region. `tensor` keeps the storage alive, so its key is unique."""
 
     region: _RegionCall
-    number: int
+    number: int  # index among the leaves of the region's result
     tensor: Tensor
-    version: int
+    version: int  # sum of version counters when the region ended
 
 
 class _ThreadRegions(threading.local):

@@ -71,17 +71,21 @@ def count_saved_bytes(
     get_compute_dtype: Callable[[Tensor], torch.dtype] = lambda param: param.dtype,
     compiled_modules: Set[nn.Module] = frozenset(),
 ) -> ModelSavedBytes:
-    """Return the bytes that a training forward saves. Nothing is allocated, sent or changed.
+    """Return the bytes that a training forward saves for backward, counted on a copy on meta.
 
-    The result is exact for eager code, except for attention kernels with other saved tensors and
-    for uneven expert loads. A compiled region is counted as eager code, because the compiler
-    chooses the saved tensors.
+    The count allocates no device memory, does not communicate and does not change the model. It is
+    exact for eager code, with two exceptions: uneven expert loads, and attention kernels that save
+    other tensors than `OnMeta` assumes. Compiled code is counted as eager code, because the
+    compiler chooses the tensors that it saves.
 
-    The model is plain or parallelized, on any device. `options` replace its current recomputation
-    and offload. `blocks` are its transformer blocks. `run_forward(copy)` calls a copy of the model
-    on meta, and may pass real tensors. `get_compute_dtype(param)` returns a compute dtype.
-    `device_type` is the device whose kernels save tensors ("cuda" or "cpu"). `compiled_modules` are
-    modules in compiled code, to which `options` do not apply.
+    Args:
+        model: a plain or parallelized model on any device.
+        blocks: the model's transformer blocks.
+        run_forward: calls the copy of the model that it receives, with tensors on any device.
+        options: recomputation and offload, which replace the model's current options.
+        device_type: the device whose kernels save tensors, "cuda" or "cpu".
+        get_compute_dtype: maps a parameter to the dtype in which forward computes.
+        compiled_modules: modules in compiled code, to which `options` do not apply.
     """
     copies = _copy_to_meta(model, get_compute_dtype)
     inner = [copies[block] for block in blocks]

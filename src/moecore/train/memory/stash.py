@@ -329,7 +329,7 @@ class Stash(Offload, BufferOwner):
         super()._copy_group_unless_last(group)
 
     def _start_forward(self, max_share: float) -> None:
-        """Begin a forward; copy out groups of last layers that still wait for their backward."""
+        """Begin a forward; copy groups of last layers to pages if their backward has not begun."""
         super()._start_forward(max_share)
         with self._hold_lock():
             in_capture, resting, self._resting = self._streams.is_capturing(), self._resting, []

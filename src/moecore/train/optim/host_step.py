@@ -215,10 +215,11 @@ class HostAdamW(AdamW):
 
 
 def cut_into_chunks(rows: Iterable[Row], max_elements: int, multiple: int) -> Iterator[list[Row]]:
-    """Yield lists of rows; the first tensors of a list have at most `max_elements` elements in all.
+    """Yield lists (chunks) of rows with at most `max_elements` elements.
 
-    A row is a tuple of 1-D tensors of equal size, then a scalar. If a row does not fit, its tensors
-    are cut at a multiple of `multiple` elements.
+    A row is a tuple of 1-D tensors of equal size n, then a scalar, and counts n elements. If a row
+    does not fit in a chunk, its tensors are cut at a multiple of `multiple` elements, and each
+    piece has the scalar.
     """
     chunk, room = list[Row](), max_elements
     for *tensors, scalar in rows:

@@ -239,7 +239,7 @@ def _apply_override(
 def _choose_layout(
     module_path: str, module: nn.Module, parent: nn.Module, param_name: str
 ) -> tuple[MatrixLayout | None, str]:
-    """Return the layout of a parameter of `module` (None = AdamW), and the reason."""
+    """Return the layout of a parameter of `module` (None = AdamW), and its kind or the reason."""
     param, last = getattr(module, param_name), module_path.rpartition(".")[2]
     if isinstance(module, Experts):
         return _make_expert_layout(module, param_name)
@@ -295,7 +295,7 @@ def _make_expert_layout(experts: Experts, param_name: str) -> tuple[MatrixLayout
 def _make_shared_expert_layout(
     experts: SharedExpert, param_name: str
 ) -> tuple[MatrixLayout | None, str]:
-    """Return a parameter's layout (None = no matrix that Muon updates), and its kind in words."""
+    """Return a parameter's layout (None = AdamW), and its kind as text."""
     if param_name == "gate":
         return None, "gates of shared experts"
     rows, columns = getattr(experts, param_name).shape
@@ -307,7 +307,7 @@ def _make_shared_expert_layout(
 def _make_linear_layout(
     linear: nn.Linear, parent: nn.Module, linear_name: str
 ) -> tuple[MatrixLayout | None, str]:
-    """Return the layout of a linear (None = unknown order of q, k, v), and the reason."""
+    """Return a linear's layout and kind; (None, reason) if the order of q, k and v is unknown."""
     rows, columns = linear.weight.shape
     sections = MatrixCut(sizes=(rows // 2, rows // 2)) if linear_name == "gate_up_proj" else None
     if any(word in linear_name for word in FUSED):

@@ -314,9 +314,9 @@ class _MuonStep:
         means_round: ExchangeRound | None,
         group: dist.ProcessGroup,
     ) -> None:
-        """Update sharded matrices: exchange them with their owners, which orthogonalise them.
+        """Update sharded matrices: owner ranks receive, orthogonalise and return the updates.
 
-        `means_round` exchanges NorMuon's means, which owners update (None = off).
+        Owners also receive, change and return NorMuon's mean squares (`means_round`; None = off).
         """
         views = self.views
         updates: list[Any] = [None] * len(views)

@@ -49,9 +49,9 @@ def _update_max_logits_by_block(
 ) -> None:
     """Update `max_H` in place with the largest attention logit q k * `scale` of each head.
 
-    q and k have the shape [rows, tokens, heads, head dim]. `positions_T` are positions of queries
-    in the full row; None = 0 .. T - 1. Padding (True in `padding_BS`), later keys and keys of other
-    documents do not count.
+    Only the logits of one block of queries exist at a time. T are this rank's queries, and S are
+    all keys of a row. `positions_T` are the queries' positions in the row; None = 0 .. T - 1.
+    Padding (True in `padding_BS`), later keys and keys of other documents do not count.
     """
     document_S = None
     if cu_seqlens is not None:  # documents are packed over all rows
