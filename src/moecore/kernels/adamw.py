@@ -75,15 +75,15 @@ class ParamTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdamWTensors:
-    """The tensors of an AdamW update of several parameters: each list has one per parameter."""
+    """The tensors of an AdamW update of several parameters; a list has an entry per parameter."""
 
     weights: Sequence[Tensor]  # changed in place
     grads: Sequence[Tensor]  # of the same shapes, read
     # first moments of the same shapes, changed in place; uint8 if there are exponents
     exp_avgs: Sequence[Tensor]
-    exp_avg_sqs: Sequence[Tensor]  # second moments, likewise
+    exp_avg_sqs: Sequence[Tensor]  # second moments, as `exp_avgs`
     steps: Sequence[Tensor]  # fp32 scalars: how many updates there have been, this one included
-    rounding_seeds: Sequence[int]  # of stochastic rounding, equal in all steps and for replicas
+    rounding_seeds: Sequence[int]  # for stochastic rounding, equal in all steps and on all replicas
     # uint8 [blocks, 2] of FP8 moments, changed in place; empty = moments are not FP8
     exponents: Sequence[Tensor] = ()
     # int16 of the same shapes, changed in place: bf16 weights and remainders are the fp32 weights
@@ -92,7 +92,7 @@ class AdamWTensors:
 
     @classmethod
     def from_params(cls, params_and_seeds: Sequence[tuple[ParamTensors, int]]) -> "AdamWTensors":
-        """Make the record from (tensors, seed) pairs, in which the same fields must be None."""
+        """Make the record from (tensors, seed) pairs; a field is None in all pairs or in none."""
         params, numbers = zip(*params_and_seeds, strict=True)
         weights, grads, exp_avgs, exp_avg_sqs, steps, *optional = zip(*params, strict=True)
         exponents, remainders = ([t for t in column if t is not None] for column in optional)

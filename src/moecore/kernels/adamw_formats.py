@@ -24,7 +24,7 @@ of exponent cover the range of e4m3 of the root; the unused sign bit is a third 
 changes to a neighbouring value from time to time, and its error does not grow with the steps.
 - If the power of two of a block changes, all values stay representable. So decoded values are
 encoded without an error, and bf16 represents both moments exactly.
-- If a second moment became 0 beside a nonzero first moment, the update would explode. So a positive
+- If a second moment became 0 and its first moment did not, the update would explode. So a positive
 second moment is stored as at least the least value of its format, and at least the square of the
 first moment's least value in its block. Then |m| / sqrt(v) of stored moments is at most 1 where m
 was rounded up from below its least value. Elsewhere it is at most 1.125 * sqrt(1.125) times the
@@ -83,10 +83,11 @@ def round_stochastically_ref(x: Tensor, random_bits: Tensor) -> Tensor:
 def encode_moments_ref(
     m: Tensor, v: Tensor, random_bits: Tensor | int = NEAREST | NEAREST << 16
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise AdamW's moments, fp32 [N], v >= 0, to FP8: return uint8 codes [N] and exponents.
+    """Quantise AdamW's moments m and v (fp32 [N], v >= 0) to FP8: codes of m and v, exponents.
 
-    The uint8 exponents are [ceil(N / 128), 2]; a scale is 2^(exponent - 127). `random_bits`, int64
-    [N], has 16 bits for m in its low half, then 16 for v; the default rounds to nearest.
+    The codes are uint8 [N]. The exponents are uint8 [ceil(N / 128), 2], for m and for v; a scale
+    is 2^(exponent - 127). `random_bits`, int64 [N], has 16 bits for m in its low half, then 16 for
+    v; the default rounds to nearest.
     """
     random_bits = torch.as_tensor(random_bits, device=m.device)
     first, m_scales = _compute_scales_ref(m, FIRST_BIAS)

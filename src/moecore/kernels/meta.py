@@ -30,7 +30,7 @@ meta_settings = MetaSettings()
 
 @contextmanager
 def _set_meta_settings(**settings: Any) -> Iterator[None]:
-    """Return a context in which fields of this thread's `MetaSettings` have other values."""
+    """Return a context that sets fields of this thread's `MetaSettings`, and restores them."""
     before = {name: getattr(meta_settings, name) for name in settings}
     vars(meta_settings).update(settings)
     try:

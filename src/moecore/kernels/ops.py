@@ -21,7 +21,7 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 def make_setup_context(saved_inputs: slice, option_inputs: slice = slice(0)) -> Callable[..., None]:
     """Return an `Op`'s `setup_context`, which saves inputs[saved_inputs] for backward.
 
-    It stores the other inputs, inputs[option_inputs], which are no tensors, as `ctx.others`.
+    It stores inputs[option_inputs], which are not tensors, as `ctx.others`.
     """
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

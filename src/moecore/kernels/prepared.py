@@ -154,10 +154,11 @@ def store_launch(
 def make_descriptor(
     tensor: Tensor, block_shape: tuple[int, ...], choose_layout: Callable[..., Any] | None = None
 ) -> Any:
-    """Return a TMA descriptor for blocks of a tensor, whose leading dims are flattened.
+    """Return a TMA descriptor for blocks of a tensor.
 
-    Descriptors are cached by address, so the tensor must live until the launch. `choose_layout`
-    maps a dtype and a block to the layout of a Gluon kernel; None = the kernel is a Triton kernel.
+    If the tensor has more dims than the block, all dims but the last are flattened. Descriptors are
+    cached by address, so the tensor must live until the launch. `choose_layout` maps (dtype,
+    `block_shape`) to the shared-memory layout of a Gluon kernel; None = a Triton kernel.
     """
     strides = (tensor.dtype, tensor.shape, tensor.stride())
     key = (tensor.data_ptr(), *strides, block_shape, choose_layout)

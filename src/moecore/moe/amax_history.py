@@ -119,7 +119,10 @@ def advance_amax_histories(
 
 @torch.no_grad()
 def push_amax(histories: Sequence[AmaxHistory], step_amax: Tensor) -> None:
-    """Record `step_amax`, fp32, one element per (history, operand), as the newest step."""
+    """Record `step_amax` as the newest step, and set the current amax of all operands to 0.
+
+    `step_amax` is fp32, one element per (history, operand). A 0 is not recorded.
+    """
     # The number of launches does not depend on the number of histories. No host sync.
     of_length: dict[int, list[tuple[AmaxHistory, str, Tensor]]] = {}
     values = iter(step_amax.split(1))

@@ -123,7 +123,8 @@ class LoadTracker(LossFactors):
         self.groups = BalanceGroups()
         self.counts: LoadCounts | None = None
         self.num_captured = 0  # backwards in captures
-        self.has_steps = False  # whether someone has set the backwards of a step, and ends steps
+        # True after `MoEState.set_num_micro_batches`; each step then has an end.
+        self.has_steps = False
         self.reset()
 
     def reset(self) -> None:
@@ -228,7 +229,7 @@ class LoadTracker(LossFactors):
                 ranks_with_tokens=self.ranks_with_tokens if observes else None,
             )
         quantile = config.balance.bias_update == "quantile"
-        # None = there is none. A global-batch loss alone counts ids of the best scores.
+        # None = not needed. Only a global-batch loss counts ids of the best scores.
         observed = (
             routing.chosen_ids_TK,
             routing.expert_ids_TK,
@@ -243,7 +244,8 @@ class LoadTracker(LossFactors):
     def _add_forward_counts(self, ids_TK: Tensor) -> Tensor:
         """Add this forward's choices to the step's counts; return the counts before the addition.
 
-        A recomputed forward adds nothing, and returns what the oldest forward in flight has read.
+        A recomputed forward adds nothing, and returns the counts that the oldest forward in flight
+        read.
         """
         if is_inside_backward():
             self._reused_E = self._priors_E[0]
@@ -256,7 +258,7 @@ class LoadTracker(LossFactors):
         return prior_E
 
     def _start_forward_in_flight(self) -> None:
-        """Count this forward as one in flight, unless a backward recomputes it."""
+        """Count this forward in `num_in_flight` until its backward; a recompute is not counted."""
         # Activation checkpointing recomputes a forward inside backward. "global_batch" reads the
         # counts so far, which differ from the first run's if other forwards are in flight.
         coef = self.config.balance.global_batch_coef
@@ -277,7 +279,7 @@ class LoadTracker(LossFactors):
                 new.copy_(old)
 
     def _end_forward_in_flight(self, prior_counts_E: Tensor | None) -> None:
-        """Drop the counts (None = no counts) that a forward has read: its backward runs now."""
+        """Drop the counts that a forward read (None = no counts), because its backward runs now."""
         if prior_counts_E is None:
             return
         reused_E, self._reused_E = self._reused_E, None
@@ -292,7 +294,12 @@ class LoadTracker(LossFactors):
     def commit_counts(
         self, losses: Tensor | None, prior_counts_E: Tensor | None, choice_tensors: tuple[Any, ...]
     ) -> None:
-        """Add a micro-batch's auxiliary losses and tokens per expert to the totals of the step."""
+        """Add a micro-batch's auxiliary losses and tokens per expert to the totals of the step.
+
+        The first backward of each forward calls it. `losses` is fp32 [4]; None = no losses.
+        `prior_counts_E` are the counts that the forward read, after `allow_forwards_in_flight`,
+        otherwise None. `choice_tensors` are `observed` of `_attach_losses`.
+        """
         ids_TK, capacity_ids_TK, best_TK, logits_TE, bias_E, padding_mask_T = choice_tensors
         self.num_in_flight = max(0, self.num_in_flight - 1)
         self._end_forward_in_flight(prior_counts_E)

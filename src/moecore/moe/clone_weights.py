@@ -143,19 +143,19 @@ class _AppendClones(torch.autograd.Function):
 class _TensorUse(NamedTuple):
     """Whether the experts' matmuls read a weight, and the object that receives its gradient."""
 
-    has_values: bool = True  # products read it; False if they read a quantised copy
+    has_values: bool = True  # matmuls read it; False if they read a quantised copy
     sink: _CloneGradSink | None = None  # may return the tensor's gradient in the experts' backward
 
 
 class _CloneGradSink:
-    """A `GradSink` that adds clones' gradients to their experts', and passes on the sum."""
+    """A `GradSink` that adds clones' gradients to their experts', and gives `sink` the sum."""
 
     def __init__(self, sink: GradSink, clones: Clones, dtype: torch.dtype) -> None:
         self._sink, self._clones, self._dtype = sink, clones, dtype
         self._is_added = False
 
     def pop_has_accumulated(self) -> bool:
-        """Return whether `accumulate` ran since the last call; dispatch modes can prevent it."""
+        """Return whether `accumulate` ran since the last call; not in dispatch modes."""
         is_added, self._is_added = self._is_added, False
         return is_added
 

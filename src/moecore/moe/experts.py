@@ -264,7 +264,7 @@ class Experts(nn.Module):
         return y if inp.unsummed is None else UnsummedRows(y)
 
     def _make_options_key(self, rows: Rows, weights: ExpertWeights) -> tuple[Any, ...] | None:
-        """Return the settings on which a forward's cached options depend; None = do not cache."""
+        """Return the cache key of this forward's `ExpertMLPOptions`; None = do not cache them."""
         w1_eCD, w2_eDF = weights.w1_eCD, weights.w2_eDF
         if torch.compiler.is_compiling() or w1_eCD.is_meta:
             return None

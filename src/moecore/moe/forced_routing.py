@@ -25,7 +25,7 @@ def force_even_load(model: nn.Module) -> None:
 
 
 def force_ids(layer: MoELayer, make_ids: Callable[[int, int, int, torch.device], Tensor]) -> None:
-    """Make the router choose make_ids(T, E, K, device), int32 [T, K]; freeze its bias."""
+    """Make the router choose make_ids(T, E, K, device), int32 [T, K]; stop its bias updates."""
     layer.get_part("router").forced_ids = make_ids
     off: Any = dict(bias_update_rate=0.0, bias_update="sign", bias_per_micro_batch=False)
     layer.set_balance(replace(layer.config.balance, **off))

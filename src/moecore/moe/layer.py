@@ -94,7 +94,7 @@ class RoutedLayer(nn.Module):
         raise NotImplementedError
 
     def get_part(self, role: str) -> Any:
-        """Return the module for a role, "router", "experts" or "shared"; None if there is none."""
+        """Return the module for a role, "router", "experts" or "shared"; None if absent."""
         raise NotImplementedError
 
     def check_config(self, layer_name: str, config: MoEConfig) -> None:
@@ -280,11 +280,11 @@ class MoELayer(RoutedLayer, BiasOwner):
             child.init_weights(std=std, key=f"{key}.{name}", seed=seed)
 
     def get_part_name(self, role: str) -> str:
-        """Return the child's name for a role, "router", "experts" or "shared"."""
+        """Return the name of the child module for a role, "router", "experts" or "shared"."""
         return getattr(self.layout, role)  # type: ignore[no-any-return]
 
     def get_part(self, role: str) -> Any:
-        """Return the child for a role, "router", "experts" or "shared"; None if there is none."""
+        """Return the child module for a role, "router", "experts" or "shared"; None if absent."""
         path = getattr(self.layout, role)
         if path in self._modules:
             return self._modules[path]

@@ -61,7 +61,10 @@ class RowAdapters(threading.local):
         return replace(routing, physical_TK=groups_TK.where(experts_TK >= 0, -1))
 
     def add_groups(self, inp: ExpertInput) -> ExpertInput:
-        """Return `inp` with row offsets per expert, and, with ids, per (expert, adapter) too."""
+        """Return `inp`, dispatched by (expert, adapter), with offsets_e per expert.
+
+        offsets_g is per (expert, adapter), or None without adapter ids.
+        """
         offsets_g = inp.index.offsets_e
         offsets_e = offsets_g[self.num_adapters - 1 :: self.num_adapters].contiguous()
         index = inp.index._replace(

@@ -68,10 +68,12 @@ class ParamReader:
     """
 
     def __init__(self, *, caches_copies: bool = True) -> None:
-        self.keep = caches_copies
+        self._caches_copies = caches_copies
         self.dequantises = False  # whether a parameter is stored in 4 bits
         self._shares = False  # whether later micro-batches of the step use the copies
-        self._copies: dict[Hashable, tuple[tuple[int, ...], Any]] = {}  # value key, copy
+        self._copies: dict[
+            Hashable, tuple[tuple[int, ...], Any]
+        ] = {}  # key of the params' values, copy
         # Storage -> weights and their copies, inside `exclude_from_activations`. References to the
         # tensors keep their storage keys unique.
         self._operands: dict[int, Tensor] = {}
@@ -111,8 +113,8 @@ class ParamReader:
     def get_quantised_weights(
         self, key: Hashable, params: Sequence[nn.Parameter], quantise: Callable[[], T]
     ) -> T | None:
-        """Return `quantise()`, cached until `params` change; None if `caches_copies` is False."""
-        if not self.keep:
+        """Return `quantise()`, cached in a step until `params` change; None if caching is off."""
+        if not self._caches_copies:
             return None
         before, copy = self._copies.pop(key, (None, None))
         value_key = tuple(number for param in params for number in _make_version_key(param))
@@ -154,7 +156,7 @@ class ParamReader:
 
     def start_micro_batch(self, *, is_last: bool) -> None:
         """Start a micro-batch; the next micro-batch reuses quantised copies unless `is_last`."""
-        self._shares = self.keep and not is_last
+        self._shares = self._caches_copies and not is_last
 
     def drop_copies(self) -> None:
         """Drop all copies. Call it when weights change, and before a CUDA graph is captured."""

@@ -213,7 +213,10 @@ class _RouteGradToHandle(torch.autograd.Function):
 
 
 def convert_to_summed_input(inp: ExpertInput) -> ExpertInput:
-    """Return `inp` with unpacked, differentiable rows, for experts that sum per source row."""
+    """Return `inp` with dequantised, differentiable rows, and with `unsummed` None.
+
+    For experts that sum their output per source row.
+    """
     if inp.unsummed is None:
         return inp if inp.rows.scales is None else inp.replace_rows(Rows(inp.rows.widen()))
     if inp.unsummed.refetch is not None:

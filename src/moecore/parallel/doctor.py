@@ -293,7 +293,10 @@ class _FactReader:
         default: T,
         condition: str = "readable by this rank",
     ) -> T:
-        """Return function(); if it fails, return `default`: `fact` must be `condition`."""
+        """Return function(); if it fails, record the error and return `default`.
+
+        The text of an OSError says that `fact` must be `condition`.
+        """
         try:
             return function()
         except (OSError, ValueError, RuntimeError) as error:
@@ -365,7 +368,10 @@ def _read_versions(device_type: str) -> dict[str, str]:
 def _measure_checkpoint_disk(
     reader: _FactReader, directory: Path | None, file_name: str
 ) -> tuple[int | None, bool]:
-    """Return free bytes (None = unknown), and whether this rank sees rank 0's file. Collective."""
+    """Return free bytes (None = unknown), and False if rank 0's file is not visible. Collective.
+
+    Without a directory, or if this rank or rank 0 cannot write to it, the second result is True.
+    """
     shown_path = f"--checkpoints ({quote(str(directory))})"
     rule = "a directory that every rank can write"
 

@@ -125,12 +125,12 @@ class Meshes:
         dense_fsdp: axes (dp_replicate, dp_shard x cp) that replicate and shard dense parameters. A
             dp_replicate of 1 is omitted. With cp > 1 the sharding axis is named dp_shard_cp.
         expert_fsdp: axes (edp_replicate, edp_shard) for experts. An edp_replicate of 1 is omitted.
-        dispatch_group: the ep x etp ranks that exchange tokens, ep-major; None = one rank.
+        dispatch_group: the ep x etp ranks that exchange tokens, etp innermost; None = one rank.
         micro_batch_group: the cp x tp ranks of one data rank's micro-batch; None = one rank.
         ranks_per_domain: number of consecutive ranks in an NVLink domain or on a host.
         stage_group: all ranks of this pipeline stage.
         pipeline_groups: two communicators of the ranks that differ only in pp, one for messages to
-            higher ranks and one for messages to lower ranks, so both overlap. None if pp is 1.
+            higher ranks and one for messages to lower ranks, which overlap. None if pp is 1.
         reason: why `parallelize_moe` chose these degrees; None = the caller passed the meshes.
     """
 

@@ -92,7 +92,7 @@ def _compute_scores(q: Tensor, k: Tensor, mask: AttentionMask, scale: float) -> 
 
 
 def _group_heads(x_BTHx: Tensor, num_kv_heads: int, mask: AttentionMask) -> Tensor:
-    """Return heads in at least fp32, [B, T, kv heads, heads per kv head, dim].
+    """Cast x to at least fp32, and view it as [B, T, kv heads, heads per kv head, dim].
 
     Rows with packed documents are joined to one row, [1, B * T, ...].
     """

@@ -37,7 +37,7 @@ class Products(Protocol):
 
     An object is made for one batch (`index` assigns tokens to experts) and one set of weights. In
     the methods, h is FC1's output, a is the activation times routing weights, and a prefix d means
-    a gradient. If `has_kernels`, moecore's kernels multiply LoRA updates.
+    a gradient. `has_kernels`: moecore's kernels, not torch's, compute the LoRA matmuls.
     """
 
     # whether `prepare_output_grad` accepts rows that were packed by `pack_rows`, with equal results

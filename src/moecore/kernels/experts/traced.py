@@ -1,4 +1,4 @@
-"""The experts' operation as a custom op: what compilers, fake tensors and dispatch modes see.
+"""The experts' operation as a custom op, for compilers, fake tensors and dispatch modes.
 
 Schemas are flat. Each op has a record with one field per argument of its schema, so that arguments
 are read by name.
@@ -80,7 +80,7 @@ def _flatten_options(options: ExpertMLPOptions, dtype: torch.dtype) -> tuple[Any
 
 
 def _make_state(op_args: Any, h: Rows | None = None) -> SavedState:
-    """Return rows, weights and index from a custom op's arguments, and `h`, FC1's output."""
+    """Return rows, weights and index of a custom op's arguments, with `h`, FC1's output."""
     weights = ExpertWeights(w1_eCD=op_args.w1_eCD, w2_eDF=op_args.w2_eDF)
     index = ExpertIndex(**{name: getattr(op_args, name) for name in ExpertIndex._fields})
     rows = Rows(op_args.x_SD, op_args.x_scales, op_args.dtype)
@@ -158,7 +158,7 @@ def _setup_context(
 
 
 def _differentiate(ctx: Any, dy: Tensor | None, *_: None) -> Any:
-    """Return the gradients of the forward op's arguments from `dy`; None where there is none."""
+    """Return the gradients of the forward op's arguments from `dy`; None = no gradient."""
     if dy is None:
         return _Inputs()
     needs = _Inputs(*ctx.needs_input_grad)

@@ -49,7 +49,7 @@ from moecore.kernels.triton_api import (
 
 
 class LoadedScales(NamedTuple):
-    """Pointers, strides and shared memory of the FP8 scales of operands a and b."""
+    """Pointers and strides of the scales of a and b; `a` = shared-memory stages for scales of a."""
 
     a_ptr: Any
     a_stride: Any

@@ -1,6 +1,6 @@
 """Parts that the products on Hopper share: a ring of stages, the order of tiles, staged stores.
 
-    loading      the loops over tiles and steps; a kernel's LOAD begins the loads of one step
+    loading      the loops over tiles and steps; a kernel's LOAD_STEP starts the loads of a step
     staging      a result is copied to shared memory and stored by TMA, or by threads if rows or
                  columns end within the block
 
@@ -143,7 +143,7 @@ def locate_weight_tile(tile_idx, tiling, GROUP_M: gl.constexpr):
 
 @gluon.jit
 def load_expert_range(ends_ptr, expert):
-    """Return (start, end) of an expert's rows, of which `ends_ptr` is the running sum."""
+    """Return (start, end) of an expert's rows. `ends_ptr` has the running sum of row counts."""
     start = gl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     return start, gl.load(ends_ptr + expert)
 
@@ -157,7 +157,7 @@ def _begin_step(ring, step_idx, CONST: gl.constexpr):
 
 @gluon.jit
 def load_row_tiles(LOAD_STEP: gl.constexpr, operands, ring, tiling, K, CONST: gl.constexpr):
-    """As the loading warp, call LOAD_STEP for each block of K columns of each tile."""
+    """In the loading warp, call LOAD_STEP for each BLOCK_K columns of this program's tiles."""
     step = 0
     for tile in range(gl.program_id(0), tiling.num_rows * tiling.num_columns, gl.num_programs(0)):
         place = locate_output_tile(tile, tiling, CONST.GROUP_M)
@@ -169,7 +169,7 @@ def load_row_tiles(LOAD_STEP: gl.constexpr, operands, ring, tiling, K, CONST: gl
 
 @gluon.jit
 def load_weight_tiles(
-    LOAD_STEP: gl.constexpr,  # see below
+    LOAD_STEP: gl.constexpr,  # function that starts the loads of one step
     operands,  # tuple that LOAD_STEP reads
     ends_ptr,  # [e] int32, running sum of the experts' rows, or row tiles
     ring,  # Ring that LOAD_STEP fills
@@ -177,7 +177,7 @@ def load_weight_tiles(
     ROWS_PER_STEP: gl.constexpr,  # rows, or row tiles, of a step
     CONST: gl.constexpr,  # GroupedConstants
 ):
-    """As the loading warp, call LOAD_STEP for each block of rows of this program's tiles."""
+    """In the loading warp, call LOAD_STEP for each block of rows of this program's tiles."""
     step = 0
     for tile in range(gl.program_id(0), tiling.num_tiles, gl.num_programs(0)):
         expert, m, n = locate_weight_tile(tile, tiling, CONST.GROUP_M)

@@ -37,11 +37,10 @@ def is_batch_invariant() -> bool:
 
 @contextmanager
 def batch_invariant(device_type: str) -> Iterator[None]:
-    """Return a context in which a matmul's result for a row does not depend on other rows.
+    """Return a context in which a row's results have the same bits in any batch.
 
-    The row's bits are equal for any batch. `device_type` is "cpu" or "cuda". A nested context
-    changes nothing. The context is active in all threads. Compiled modules and captured CUDA graphs
-    ignore it.
+    Operations that depend on other rows are replaced, in all threads, but not in compiled modules
+    and captured CUDA graphs. `device_type` is "cpu" or "cuda". A nested context changes nothing.
     """
     if device_type in _active:
         yield
@@ -77,7 +76,7 @@ class _TorchKernels(NamedTuple):
 def _call_for_floats(
     replacement: Kernel, kernels: _TorchKernels, keyset: Any, x: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call `replacement` if x is float, otherwise torch's kernel, whose integer sums are exact."""
+    """Call `replacement` if x is float, otherwise torch's kernel, because integers sum exactly."""
     if not x.is_floating_point():
         return kernels.kernel(keyset, x, *args, **kwargs)
     return replacement(kernels, keyset, x, *args, **kwargs)

@@ -86,7 +86,7 @@ KDA_BWD: dict[str, Any] = dict(BLOCK_K=32, BLOCK_V=64, num_warps=8, num_stages=1
 class ScanSize(NamedTuple):
     """The shape and the FLOPs of one launch of a linear-attention kernel, recorded in a dry run."""
 
-    shape: tuple[int, int, int, int, int]  # documents, value heads, tokens of a document, k, v
+    shape: tuple[int, int, int, int, int]  # documents, value heads, mean tokens of a document, k, v
     flops: int
 
 
@@ -133,7 +133,7 @@ def gated_delta_rule(
 
 
 def _pad(x: Tensor, columns: int, rows: int = 0) -> Tensor:
-    """Return x with zeros after its last dim and the dim before; x itself if there are none."""
+    """Pad x with zeros: `columns` after its last dim, `rows` after the dim before. May return x."""
     return F.pad(x, (0, columns, 0, rows)) if columns or rows else x
 
 
@@ -184,7 +184,7 @@ class _Scan:
     def launch(
         self, kernel: Any, grid: tuple[int, int], madds: int, *args: Any, **constants: Any
     ) -> None:
-        """Launch a kernel, or record it with its multiply-adds per token and value head."""
+        """Launch, or in a dry run record, a kernel of `madds` multiply-adds per token and head."""
         if self.k.is_meta:
             n, H, K, V = self.state_shape
             shape = n, H, self.T // max(1, n), K, V
@@ -230,7 +230,7 @@ class _Scan:
         self.last = self._scan_states(initial)
 
     def _scan_states(self, initial: Tensor | None, map_columns: int = 0) -> Tensor:
-        """Return the last state of each document, and columns of its map."""
+        """Return each document's last state, then `map_columns` columns of M (`contract.py`)."""
         n, H, K, V = self.state_shape
         options = TRANSITIONS if map_columns else STATES
         last = self.k.new_empty(n, H, K, V + map_columns, dtype=torch.float32)

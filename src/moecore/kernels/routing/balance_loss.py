@@ -73,7 +73,7 @@ def _load_global_shares(global_counts, columns, E: tl.constexpr):
 def balance_loss_fwd_kernel(
     score_sums,  # fp32 [B, E]
     z_sum,  # fp32 []
-    counts,  # int64 [B, E + 1], the tokens last
+    counts,  # int64 [B, E + 1], the last column = number of tokens
     global_counts,  # int64 [E] or None
     losses,  # fp32 [4], written
     num_sequences,  # B
@@ -85,13 +85,13 @@ def balance_loss_fwd_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Write all four losses, times their factors, in one program."""
+    """Write the four losses of `balance_loss`, each times its factor. One program."""
     cols = tl.arange(0, BLOCK_E)
     scores_BE = tl.zeros([BLOCK_B, BLOCK_E], tl.float32)
     counts_BE = tl.zeros([BLOCK_B, BLOCK_E], tl.float32)
     products_BE = tl.zeros([BLOCK_B, BLOCK_E], tl.float32)
     tokens_B = tl.zeros([BLOCK_B], tl.int64)
-    sequences_B = tl.zeros([BLOCK_B], tl.int32)  # those with a token
+    sequences_B = tl.zeros([BLOCK_B], tl.int32)  # sequences with a token
     for start in range(0, num_sequences, BLOCK_B):
         n, t, at, inside = _load_counts(counts, start, num_sequences, cols, E, BLOCK_B)
         s = tl.load(score_sums + at, mask=inside, other=0.0)
@@ -119,7 +119,7 @@ def balance_loss_fwd_kernel(
 @triton.jit(do_not_specialize=["num_sequences"])
 def balance_loss_bwd_kernel(
     dlosses,  # fp32 [4]
-    counts,  # int64 [B, E + 1], the tokens last
+    counts,  # int64 [B, E + 1], the last column = number of tokens
     global_counts,  # int64 [E] or None
     dscore_sums,  # fp32 [B, E], written
     dz_sum,  # fp32 [], written
@@ -132,11 +132,11 @@ def balance_loss_bwd_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Write the gradients of score_sums and z_sum in one program."""
+    """Write the gradients of score_sums and z_sum. One program."""
     cols = tl.arange(0, BLOCK_E)
     counts_BE = tl.zeros([BLOCK_B, BLOCK_E], tl.float32)
     tokens_B = tl.zeros([BLOCK_B], tl.int64)
-    sequences_B = tl.zeros([BLOCK_B], tl.int32)  # those with a token
+    sequences_B = tl.zeros([BLOCK_B], tl.int32)  # sequences with a token
     for start in range(0, num_sequences, BLOCK_B):
         n, t, _, _ = _load_counts(counts, start, num_sequences, cols, E, BLOCK_B)
         counts_BE += n

@@ -307,7 +307,7 @@ def _router_logits_bwd(
 def _make_empty_gradients(
     dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, needs_dx: bool, needs_dw: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return uninitialised dx and dweight; a gradient that is not needed is an empty tensor."""
+    """Return uninitialised dx [T, D] and dweight [E, D]; [0] for a gradient that is not needed."""
     dx_TD = x_TD.new_empty(x_TD.shape if needs_dx else (0,))
     return dx_TD, weight_ED.new_empty(weight_ED.shape if needs_dw else (0,))
 

@@ -15,20 +15,20 @@ from moecore.kernels.triton_api import INTERPRET, tl, triton
 BLOCK = 128  # elements of one scale along the summed dim
 FP8 = torch.float8_e4m3fn
 MAX = 448.0  # its largest value
-LEAST_SCALE = 2.0**-126  # its reciprocal and itself are normal numbers of fp32
+LEAST_SCALE = 2.0**-126  # the scale and its reciprocal are normal fp32 numbers
 INTERPRETED = tl.constexpr(INTERPRET)
 
 
 def compute_block_scale_ref(
     amax: Tensor, power_of_two: bool, format_max: float = MAX
 ) -> tuple[Tensor, Tensor]:
-    """Return fp32 scales of blocks from their amax, and the reciprocals, NaN if amax is infinite.
+    """Return the fp32 scales of blocks from their amax, and 1 / scale (NaN if amax is infinite).
 
-    A scale is amax / format_max (the largest value), rounded up to 2^n if `power_of_two`.
+    A scale is amax / format_max, rounded up to 2^n if `power_of_two`, and at least 2^-126.
+    `format_max` is the largest value of the FP8 format.
     """
-    scales = amax / torch.full_like(
-        amax, format_max
-    )  # a GPU multiplies by the reciprocal of a number
+    # A tensor, because a GPU replaces a division by a number by a less exact multiplication.
+    scales = amax / torch.full_like(amax, format_max)
     if power_of_two:
         scales = (scales.view(torch.int32) + 0x007FFFFF & 0x7F800000).view(torch.float32)
     scales = scales.clamp(min=LEAST_SCALE)
@@ -51,7 +51,7 @@ def abs_without_nan(x):  # fp32
 
 @triton.jit
 def compute_block_scale(amax, POWER_OF_TWO: tl.constexpr, E5M2: tl.constexpr = False):
-    """Return the FP8 scale of amax (no NaN), and its reciprocal (NaN if amax is infinite)."""
+    """Return the FP8 scale for amax (not NaN), and 1 / scale (NaN if amax is infinite)."""
     infinite = amax == float("inf")
     if POWER_OF_TWO:
         # 448 is 1.75 * 2^8 and 57344 1.75 * 2^15: a larger mantissa takes the next exponent.
@@ -72,9 +72,9 @@ def encode_e4m3(x):  # fp32, rounds to at most 448 but for NaN
     """Return fp32 as e4m3 bits in int32: nearest, ties to even. x is NaN or rounds to <= 448."""
     bits = x.to(tl.int32, bitcast=True)
     positive = bits & 0x7FFFFFFF
-    # Down to 2^-6 the result has three bits of mantissa: 20 of 23 go.
+    # From 2^-6 on the result has 3 of the 23 mantissa bits: 20 are rounded off.
     normal = (positive + 0x0007FFFF + ((positive >> 20) & 1) >> 20) - (120 << 3)
-    # Below that it is a multiple of 2^-9, to which adding 2^14 rounds.
+    # Below 2^-6 the result is a multiple of 2^-9: adding 2^14 rounds to such a multiple.
     shifted = positive.to(tl.float32, bitcast=True) + 16384.0
     small = shifted.to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(positive < 0x3C800000, small, normal)

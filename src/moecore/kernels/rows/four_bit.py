@@ -88,8 +88,8 @@ FORMATS: dict[FrozenFormat, FourBitFormat] = {
 def make_empty_blocks(shape: tuple[int, ...], kind: FrozenFormat, device: torch.device) -> Blocks:
     """Allocate uninitialised 4-bit values and scales for a tensor of `shape` [..., K].
 
-    The values are uint8 [..., K / 2], and the scales [..., K / group], with a row scale one more. K
-    must be a multiple of `group`, the number of values that share a scale.
+    The values are uint8 [..., K / 2]. The scales are [..., K / group], or [..., K / group + 1] in a
+    format with row scales. K must be a multiple of `group`, the number of values per scale.
     """
     fmt = FORMATS[kind]
     *rows, K = shape

@@ -1,8 +1,8 @@
-"""Operands in MXFP8 and NVFP4: emulated, or packed for tensor cores that multiply scales of blocks.
+"""Operands in MXFP8 and NVFP4: emulated, or packed for tensor cores that apply block scales.
 
-`microscaling.py` defines the formats and has the references, whose bits the kernels have. NVFP4
-takes two passes, the largest magnitudes, which give a tensor's scale, then the values. If rows are
-transformed, each pass transforms them, and no transformed row is stored.
+`microscaling.py` defines the formats and has the references. The kernels give the same bits. NVFP4
+takes two passes: the first computes the largest magnitudes, which give the tensor scales, and the
+second quantises. If `hadamard`, both passes transform the rows, which are not stored in between.
 
     emulated  values in bf16 (fp32 on a CPU), in x's layout, and fp32 scales of tensors
     packed    bytes of values, the summed dim innermost; two codes of "nvfp4" in a byte, the first
@@ -54,8 +54,8 @@ class _MicroscaleInput(NamedTuple):
     shape: tuple[int, ...]  # of the operand before it is transposed: [M, K] or [e, N, K]
     source_rows_M: Tensor | None = None  # row of x of each operand row; -1 = zeros
     expert_M: Tensor | None = None  # expert of each operand row; None = row // N
-    num_scales: int = 1  # number of tensor scales: experts + 1, or matrices
-    hadamard: bool = False  # whether each 16 rows are transformed first
+    num_scales: int = 1  # tensor scales: experts + 1 (rows without an expert), or matrices
+    hadamard: bool = False  # whether each 16 rows are first Hadamard-transformed
 
     def launch(
         self, kernel: Any, scale_block: tuple[int, int], *tensors: Any, **constants: Any
@@ -79,7 +79,7 @@ class _MicroscaleInput(NamedTuple):
         )
 
     def compute_amax(self, scale_block: tuple[int, int]) -> Tensor:
-        """Return the largest finite magnitude of each expert or matrix, fp32 [num_scales]."""
+        """Return the largest finite magnitude for each tensor scale, fp32 [num_scales]."""
         amax = self.x_TK.new_zeros(self.num_scales, dtype=torch.float32)
         self.launch(finite_amax_kernel, scale_block, amax)
         return amax
@@ -179,7 +179,7 @@ def quantise_microscaled(
 
 
 def compute_finite_amax(x_eNK: Tensor) -> Tensor:
-    """Return fp32 [e], the largest finite magnitude of each matrix of a contiguous [e, N, K]."""
+    """Return the largest finite magnitude of each matrix of a contiguous [e, N, K], fp32 [e]."""
     if not has_cast_kernel(x_eNK):
         return compute_finite_magnitude(x_eNK).amax((1, 2))
     rows = x_eNK.view(-1, x_eNK.shape[2])

@@ -95,7 +95,7 @@ def finite_amax_kernel(
     G: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Raise experts' entries of amax_ptr to the finite magnitudes of this program's blocks."""
+    """Update amax_ptr[expert] (atomic max) with the finite magnitudes of this program's blocks."""
     first, _, _, x = _load_blocks(
         x_ptr, source_rows_ptr, T, M, row_stride, K, HADAMARD, ROWS, COLUMNS, G, B
     )
@@ -105,7 +105,7 @@ def finite_amax_kernel(
         largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))
     amax = tl.max(tl.max(largest, 2), 1)
     expert = _find_experts(experts_ptr, first, M, rows_per_expert)
-    # A maximum is the same in any order. Rows of an expert are neighbours: mostly it is one.
+    # A maximum does not depend on the order. Most programs have rows of one expert.
     low = tl.min(expert, 0)
     if low == tl.max(expert, 0):
         tl.atomic_max(amax_ptr + low, tl.max(amax, 0))

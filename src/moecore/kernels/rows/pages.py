@@ -2,7 +2,7 @@
 
 Which rows are used, their number, and their pages are known only on the device. Rows without a page
 are NaN after the copy back. The matrices of one dispatch share a table, int32 on the device: N page
-ids, first those of the first matrix; the number of rows with a slot; the number of first rows; the
+ids (matrix by matrix), the number of rows with a slot, the number of first rows, and the ids of the
 rows with a slot.
 
 Letters: S source rows (with slots), K slots of a row, R expert rows (the first ones are in use), B
@@ -204,7 +204,7 @@ def _take_rows_kernel(
 @triton.jit
 def _copy_matrix(
     rows_ptr,  # [S or R, B] bytes; None = skip this matrix
-    table_ptr,  # page ids of this matrix, then of the next ones
+    table_ptr,  # page ids of this matrix, then of the next matrices
     row_ids_ptr,  # [S] int32, indices of the used rows; None = the first rows
     num_rows,  # number of used rows
     pages_ptr,  # [P, PAGE_BYTES] bytes
@@ -212,12 +212,12 @@ def _copy_matrix(
     num_pages,  # P
     PAGE_BYTES: tl.constexpr,
     WIDTH: tl.constexpr,  # B
-    STASH: tl.constexpr,  # rows to pages; else pages to rows
+    STASH: tl.constexpr,  # True = rows to pages, False = pages to rows
     PROGRAMS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Copy this program's tiles of a matrix to or from pages; return the next one's table_ptr."""
+    """Copy tiles of a matrix to or from pages; return the table_ptr of the next matrix."""
     STEP: tl.constexpr = PAGE_BYTES // WIDTH
     WORD: tl.constexpr = tl.int32 if WIDTH % 4 == 0 else tl.int8
     WORD_BYTES: tl.constexpr = 4 if WIDTH % 4 == 0 else 1
@@ -282,7 +282,7 @@ def _copy_pages_kernel(
     BLOCKS_W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy up to four matrices to (STASH) or from pages; the last program frees the other table."""
+    """Copy up to 4 matrices to (STASH) or from pages; the last program frees a released table."""
     if tl.program_id(0) < PROGRAMS:
         listed, first = (tl.load(table_ptr + num_entries), tl.load(table_ptr + num_entries + 1))
         order_ptr, at_ptr = table_ptr + num_entries + 2, table_ptr

@@ -61,7 +61,7 @@ class Rows:
 
 
 def _widen(values_SD: Tensor, scales_SB: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return values times scales as `dtype`, by a kernel if `pack_rows` made both."""
+    """Dequantise FP8 rows to `dtype`; a kernel runs if both are views of `pack_rows`' output."""
     # The kernel reads values and scales side by side, as `pack_rows` leaves them; a compiler fuses
     # the plain form.
     is_packed = values_SD.stride(0) == 4 * scales_SB.stride(0)

@@ -218,7 +218,7 @@ def _view_scales_by_rows(operand: Blocks) -> Tensor:
 
 
 def _expand_scales(scales: Tensor, scale_kind: str, M: int, K: int) -> Tensor:
-    """Expand scales (one row per row or block of rows) to one per element, [M, K]."""
+    """Expand the result of `_view_scales_by_rows` to one scale per element, [M, K]."""
     if scale_kind == "block":
         scales = scales.repeat_interleave(BLOCK, 0)[:M]
     changes_along_k = SCALE_KINDS[scale_kind].changes_along_k

@@ -25,7 +25,7 @@ from moecore.kernels.triton_api import INTERPRET, tl, triton
 
 
 def quantise_rotated_ref(x_Ri: Tensor) -> tuple[Tensor, Tensor]:
-    """Return e4m3 values [R, i] and fp32 scales [R] of rotated rows, in plain PyTorch."""
+    """Compute `quantise_rotated` in plain PyTorch."""
     dim = x_Ri.shape[-1]
     i = torch.arange(dim, device=x_Ri.device)
     bits = i[:, None] & i
@@ -39,14 +39,18 @@ def quantise_rotated_ref(x_Ri: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_rotated(x_Ri: Tensor) -> Tensor:
-    """Return rotated rows rounded to FP8, in the dtype of x: each value times its row's scale."""
+    """Rotate rows, round them to FP8, and return the dequantised rows in the dtype of x."""
     values, scales = quantise_rotated_ref(x_Ri)
     return (values.float() * scales[..., None]).to(x_Ri.dtype)
 
 
 @triton.jit
 def multiply_tiles(a, b, WIDEN: tl.constexpr):
-    """Return a @ b in fp32; the interpreter cannot multiply 16 bits, and reads FP8 as uint8."""
+    """Return a @ b in fp32. If WIDEN, both operands are first converted to fp32.
+
+    Triton's interpreter needs WIDEN: it cannot multiply 16-bit operands. FP8 operands are passed to
+    the interpreter as uint8.
+    """
     if WIDEN:
         a = from_e4m3(a) if a.dtype == tl.uint8 else a.to(tl.float32)
         b = from_e4m3(b) if b.dtype == tl.uint8 else b.to(tl.float32)
@@ -64,7 +68,7 @@ def _quantise_rotated_kernel(
     WIDEN: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """Write rotated rows as e4m3 bits, and their scales."""
+    """Rotate BR rows, quantise them, and write their e4m3 bits and scales."""
     rows, dims = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, DIM)
     at, mask = rows[:, None] * DIM + dims[None, :], rows < num_rows
     x = tl.load(x_ptr + at, mask=mask[:, None], other=0.0)
@@ -82,7 +86,7 @@ def _quantise_rotated_kernel(
 
 
 def quantise_rotated(x_Ri: Tensor) -> tuple[Tensor, Tensor]:
-    """Return e4m3 values of rotated rows [..., i] and fp32 scales [...], by a kernel."""
+    """Rotate rows [..., i]; return their e4m3 values [..., i] and fp32 scales [...]. A kernel."""
     x_Ri = x_Ri.contiguous()
     values = torch.empty_like(x_Ri, dtype=FP8)
     scales = x_Ri.new_empty(x_Ri.shape[:-1], dtype=torch.float32)

@@ -211,7 +211,7 @@ class MetaExchange(Exchange):
         row_map: ExchangeMap,
         grads_and_slots: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return meta sums [T, D], gradients [T, K] or None; record the launch for the dry run."""
+        """Return the results of `Exchange.combine_rows` on meta; record the launch."""
         self._record_operation(REDUCE, y_RD)
         T = row_map.peers_T.shape[0]
         sums_TD = y_RD.new_empty(T, y_RD.shape[1])
@@ -231,7 +231,7 @@ class MetaExchange(Exchange):
     def _reduce_copies(
         self, sums_SD: Tensor, row_map: ExchangeMap, grads_and_slots: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return meta sums [T, D] and gradients [T, K]; record the launch for the dry run."""
+        """Return the tokens' sums and routing weights' gradients on meta; record the launch."""
         T, (dweights_R, slots_SK) = row_map.peers_T.shape[0], grads_and_slots
         sums_TD = sums_SD.new_empty(T, sums_SD.shape[1])
         record_launch("sum of copied rows", sums_SD, sums_TD)

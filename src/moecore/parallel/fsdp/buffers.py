@@ -145,7 +145,7 @@ class RegisteredMemory:
             self._deregister = None  # drops the memory pool
 
     def make_view(self, offset: int, num_bytes: int) -> Tensor:
-        """Return a part of the block, uint8 [num_bytes], with a new version counter."""
+        """Return bytes of the block from byte `offset` on, uint8, with a new version counter."""
         assert self._block is not None, "the first all-gather has allocated the block"
         storage = self._block.untyped_storage()
         return self._block.new_empty(0).set_(storage, offset, (num_bytes,), (1,))

@@ -53,7 +53,7 @@ class Gradients:
         options: UnitOptions,
         streams: UnitStreams,
     ) -> None:
-        self.reduces = True  # whether the next `reduce` communicates, or only accumulates
+        self.reduces = True  # whether `reduce_to_shards` reduces the sums, or only accumulates
         self._accumulates = options.accumulates
         self.buffer: Buffer[Gradients] | None = None  # shared sums; None = new for each reduction
         self.deferred: WeightGradients | None = None  # None = products are computed in backward
@@ -95,7 +95,7 @@ class Gradients:
     def compute_and_accumulate(
         self, param_idx: int, grad_shape: torch.Size, compute_grad: ComputeGrad, *operands: Any
     ) -> Tensor | None:
-        """Add a gradient to the sums or defer it; return it if the sums' buffer is in use."""
+        """Accumulate a gradient, or defer it; return it to autograd if a kernel cannot write it."""
         if self.defer_matmul(param_idx, grad_shape, compute_grad, *operands):
             return None
         target = self._choose_target(param_idx, grad_shape)
@@ -136,7 +136,7 @@ class Gradients:
             product.wait_for_operands()
             del product
             param, grad = self._params[index], None
-            if param.is_partial:  # `reduce` sums it over tensor parallel ranks
+            if param.is_partial:  # `reduce_to_shards` sums it over tensor parallel ranks
                 grad = compute(*operands, GradTarget())
             else:
                 grad = self.compute_and_accumulate(index, shape, compute, *operands)
@@ -176,7 +176,7 @@ class Gradients:
 
     @torch.no_grad()
     def reduce_to_shards(self) -> None:
-        """Add new gradients to sums; if `self.reduces`, reduce to shards' `.grad`. Collective."""
+        """Add gradients to the sums; if `self.reduces`, reduce the sums to `.grad`. Collective."""
         grads = dict[int, Tensor]()
         for i, param in enumerate(self._params):
             if param.unsharded is not None and param.unsharded.grad is not None:
@@ -218,7 +218,7 @@ class Gradients:
         self._release_sums()
 
     def clear_events(self) -> None:
-        """Forget the buffer's completed CUDA event: a graph capture must not wait for it."""
+        """Clear the buffer's completed CUDA event, because a graph capture must not wait for it."""
         if self.buffer is not None:
             self.buffer.last_use.clear()
 
@@ -347,7 +347,7 @@ class Gradients:
             self.buffer.holder = None
 
     def _accumulate_unreduced(self, grads: dict[int, Tensor], kernel_params: set[int]) -> None:
-        """Add {parameter index: gradient} / divisor to `.grad` of the shards; call all hooks."""
+        """Add `grads` (by parameter index) / divisor to `.grad` of the shards; call all hooks."""
         for i in kernel_params.difference(grads):  # whose gradients kernels have written
             if self._params[i].shard_copies is not None:
                 self._params[i].wait_for_host_grad()

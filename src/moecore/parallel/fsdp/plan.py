@@ -85,7 +85,7 @@ class FlatSlot:
 
     param: str
     dim: int  # dim that is sharded over data ranks
-    rows: int  # size of that dim in each padded shard: ceil(rows / ranks), as in FSDP2
+    rows: int  # size of that dim in each padded shard: ceil(size / ranks), as in FSDP2
     shard_offset: int  # offset of the padded shard in the flat shard
     shard_numel: int  # elements of the padded shard
     unsharded_offset: int  # offset of the concatenated padded shards in the unsharded buffer

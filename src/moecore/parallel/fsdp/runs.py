@@ -39,7 +39,7 @@ class ModuleNode:
     units: list[Unit]  # the units whose hooks the module has
     parent: ModuleNode | None  # the next enclosing module with hooks
     layer: ExchangeLayer | None = None  # the MoE layer whose experts this module has
-    has_separate_backward: bool = False  # without the backward of `parent`
+    has_separate_backward: bool = False  # whether its backward may run without its parent's
     index: int = 0  # in `parent.children`
     children: list[ModuleNode] = field(default_factory=list)
 
@@ -123,7 +123,7 @@ class ForwardVisit:
         return tree_map_only(Tensor, record, arguments)
 
     def record_output(self, output: Tensor) -> None:
-        """Record that `output` needs a gradient, and its graph edge if backward may start at it."""
+        """Record that `output` needs a gradient; save its edge if a separate backward may run."""
         self.needs_grad = True
         if self.node.has_separate_backward and self.parent is not None:
             edge = get_gradient_edge(output)
@@ -147,8 +147,8 @@ class ForwardRun:
         self.is_active = False  # whether its backward has begun and not ended
         self.visit: ForwardVisit | None = None  # None = the forward has no record
         self.versions: list[int] = []  # versions of the unit's parameters in the forward
-        self.inputs = 0  # inputs that require a gradient
-        self.pending = 0  # inputs whose gradient has not arrived in backward
+        self.inputs = 0  # number of inputs that require a gradient
+        self.pending = 0  # number of inputs whose gradient has not arrived in backward
         self._pending_in: list[Unit] = []
 
     def check_unchanged(self) -> None:

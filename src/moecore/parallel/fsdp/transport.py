@@ -180,11 +180,11 @@ class UnitStreams:
             self._order_after_current(self._gather)
 
     def use_gather_stream(self) -> AbstractContextManager[Any]:
-        """Return a context on the all-gather stream, which does not wait for the current stream."""
+        """Return a context that uses the all-gather stream, without a wait for the current one."""
         return use_stream(self._gather)
 
     def use_reduce_stream(self) -> AbstractContextManager[Any]:
-        """Return a context on the reduction stream, which first waits for the current stream."""
+        """Make the reduction stream wait for the current one; return a context that uses it."""
         if self._reduce is not None:
             self._order_after_current(self._reduce)
         return use_stream(self._reduce)

@@ -149,7 +149,10 @@ class UnevenRanks:
             self._end_child_backwards(visit.parent, visit)
 
     def post_backward(self, run: ForwardRun, visit: ForwardVisit) -> None:
-        """End the backwards of submodules, then record that the forward's backward ends."""
+        """Record that a forward's backward ends; first end the backwards of its submodules.
+
+        If this rank skips a submodule's backward, that backward's collectives are issued here.
+        """
         self._end_child_backwards(visit, None)
         run.unit.pending_backwards.discard(visit)
         if run in visit.runs:
@@ -176,7 +179,10 @@ class UnevenRanks:
             parent.next = max(parent.next, end_idx)
 
     def _issue_skipped_forward(self, node: ModuleNode, parent: ForwardVisit) -> None:
-        """Issue the forward collectives of a skipped module and of its submodules."""
+        """Issue the forward collectives of a skipped module and of its submodules.
+
+        Their units are unsharded and resharded. An MoE layer runs on zero tokens.
+        """
         visit = ForwardVisit(node, parent, parent.forward_idx, is_skipped=True)
         parent.children.append(visit)
         units, is_recompute = _list_units(node), is_inside_backward()

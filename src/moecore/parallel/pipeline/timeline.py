@@ -267,8 +267,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     spans = compute_spans(schedule, lambda x: _compute_item_times(x, costs)[1], costs.transfer)
     for rank, items in enumerate(spans):
         for _, _, item in items:
-            compute, seconds = _compute_item_times(item, costs)
-            exposed[rank] += seconds - compute
+            compute, duration = _compute_item_times(item, costs)
+            exposed[rank] += duration - compute
     return Timeline(spans=spans, exposed_exchange=tuple(exposed))
 
 
@@ -293,7 +293,7 @@ def compute_spans(
 
 
 def _compute_item_times(item: Item, costs: Costs) -> tuple[float, float]:
-    """Return an item's compute time, and its total time with exposed communication."""
+    """Return an item's compute time, and its duration with exposed communication, as in `costs`."""
     parts = [costs.get_action_times(action) for action in list_actions(item)]
     compute, exchange = map(sum, zip(*parts, strict=True))
     durations = [sum(part) for part in parts]
