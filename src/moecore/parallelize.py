@@ -201,7 +201,7 @@ def _make_state(
     precision = request.precision
     # A log line says why experts are not faster.
     may_be_wide = precision is None or (layers and (precision.only_faster or precision.frozen))
-    if not plan.is_in_fp8 and not may_be_wide:
+    if layout is None and not plan.is_in_fp8 and not may_be_wide:
         warnings.warn("precision is not used: the model has none of its roles", stacklevel=4)
     return ParallelState(
         request=request, plan=plan, layers=layers, dtype=dtype, layout=layout, stages=stages
@@ -216,7 +216,8 @@ def _shard_over_tp_and_ep(model: nn.Module, state: ParallelState) -> None:
 def _enable_fp8(model: nn.Module, state: ParallelState) -> None:
     """Set FP8 products on the linears that `Precision` selects; parameters do not change."""
     if state.request.precision is not None:
-        apply_precision(model, state.request.precision)
+        is_stage = state.layout is not None
+        apply_precision(model, state.request.precision, is_stage=is_stage)
 
 
 def _add_indexer_losses(model: nn.Module, state: ParallelState) -> None:

@@ -136,6 +136,7 @@ BAD_WORDS = {
     f"{LORA} a=b --clones": "--clones (True) must not go with --adapters",
     f"{LORA} a=b --pp 2 --ep 1": "--pp (True) must not go with --adapters",
     f"{LORA} a=b --no-lora-experts --lora-dora": "--lora-dora (True) must not go with --adapters",
+    f"{LORA} a=b --optimizer muon": "--optimizer (muon) must be adamw with --lora-rank",
     f"{LORA} a=b --objective dpo": "--objective (dpo) must not go with --adapters",
 }
 

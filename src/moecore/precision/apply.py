@@ -62,14 +62,17 @@ def make_linear_products(recipe: Recipe, cache: InputCastCache | None = None) ->
     return (EmulatedLinearProducts if recipe.is_emulated else Fp8Products)(recipe, cache)
 
 
-def apply_precision(model: nn.Module, precision: Precision) -> dict[str, LinearPrecision]:
+def apply_precision(
+    model: nn.Module, precision: Precision, *, is_stage: bool = False
+) -> dict[str, LinearPrecision]:
     """Quantise a model's linears by role, in place. Return the decision for each linear by name.
 
     Call it after tensor parallelism, and before FSDP and torch.compile. Parameters and state dict
     do not change. A second call replaces recipes and drops amax histories. Raises a ValueError for
-    an override whose pattern matches no module that its recipe can quantise.
+    an override whose pattern matches no module that its recipe can quantise. In a pipeline stage
+    (`is_stage`) an override may match nothing.
     """
-    table = check_precision(model, precision)
+    table = check_precision(model, precision, is_stage=is_stage)
     inputs: dict[tuple[str, int, Recipe], InputCastCache] = {}
     for name, module in _list_linears(model).items():
         recipe = table[name].recipe
@@ -80,11 +83,14 @@ def apply_precision(model: nn.Module, precision: Precision) -> dict[str, LinearP
     return table
 
 
-def check_precision(model: nn.Module, precision: Precision) -> dict[str, LinearPrecision]:
+def check_precision(
+    model: nn.Module, precision: Precision, *, is_stage: bool = False
+) -> dict[str, LinearPrecision]:
     """Return the result of `apply_precision` or raise its ValueError; the model does not change."""
     linears = _list_linears(model)
     table = {name: _decide_linear(name, linears[name], precision) for name in linears}
-    _check_overrides(model, precision, table)
+    if not is_stage:
+        _check_overrides(model, precision, table)
     return table
 
 

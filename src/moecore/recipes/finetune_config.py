@@ -83,6 +83,8 @@ class FinetuneConfig(ShardedConfig):
 
 def check_adapters(args: FinetuneConfig) -> None:
     """Raise ValueError unless the options have either data, or adapters with options they allow."""
+    if args.lora is not None:
+        args.optimizer.check_adapters()
     if not args.adapters:
         if not args.data:
             raise ValueError("--data must be set: give it")

@@ -142,6 +142,8 @@ def build_job(args: GRPOConfig) -> Reinforcement:
     reward = load_reward(sampling.reward)
     make_run_dir(args.run_dir)
     tokenizer = read_tokenizer(args.model)
+    if args.lora is not None:
+        args.optimizer.check_adapters()
     prompts = read_run_prompts(args, tokenizer)
     meshes = build_meshes(args.make_parallel_config(world_size, num_experts=count_experts(config)))
     digest = hash_values(*(prompt.ids for prompt in prompts))

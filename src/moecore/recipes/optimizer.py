@@ -97,6 +97,14 @@ class OptimizerConfig(CheckedRecord):
         for text in self.param_groups:
             ParamGroup.from_text(text)
 
+    def check_adapters(self) -> None:
+        """Raise ValueError if the optimizer does not update LoRA matrices."""
+        if self.optimizer == "muon":
+            raise ValueError(
+                "--optimizer (muon) must be adamw with --lora-rank, because Muon does not update "
+                "LoRA matrices: drop it"
+            )
+
     def build_optimizers(
         self, model: nn.Module, width_rates: WidthRates | None = None
     ) -> list[torch.optim.Optimizer]:

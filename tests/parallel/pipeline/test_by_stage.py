@@ -12,6 +12,8 @@ from moecore import (
     BalanceConfig,
     ParallelConfig,
     PipelineConfig,
+    Precision,
+    Recipe,
     TrainStep,
     build_meshes,
     parallelize_moe,
@@ -83,9 +85,15 @@ def make() -> Decoder:
     return Decoder(replace(config, num_layers=4, vocab_size=61, tie_embeddings=True, moe=moe))
 
 
-def staged(model: nn.Module, schedule: Any = "1f1b") -> nn.Module:
+def staged(
+    model: nn.Module,
+    schedule: Any = "1f1b",
+    layout: str | None = None,
+    precision: Precision | None = None,
+) -> nn.Module:
+    pipeline = PipelineConfig(schedule=schedule, layout=layout)
     meshes = build_meshes(ParallelConfig(pp=2), "cpu")
-    return parallelize_moe(model, meshes, pipeline=PipelineConfig(schedule=schedule))
+    return parallelize_moe(model, meshes, pipeline=pipeline, precision=precision)
 
 
 def frozen(schedule: str) -> float:
@@ -110,8 +118,42 @@ def frozen(schedule: str) -> float:
     return worst
 
 
+def muon_of_one_stage() -> float:
+    """Return how far parameters are from a plain model's after a step; stage 0 has no matrices."""
+    override = ("*.3.self_attn.q_proj.weight", "adamw")  # names a parameter of the other stage
+    model, plain = staged(make(), layout="E|ttttL"), make()
+    batches = [tokens(number) for number in range(4)]
+    for each in (model, plain):
+        assignment = assign_matrices(each, (override,))
+        optimizers = [Muon(assignment, ns_dtype=torch.float32), AdamW(assignment.adamw_params)]
+        if each is model:
+            step = TrainStep(model, optimizers, num_micro_batches=4)
+            step.forward_backward([{"tokens_BT": t, "labels_BT": t} for t in batches])
+            step.finish()
+            continue
+        for t in batches:
+            (plain(t, t) / 4).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    wanted = dict(plain.named_parameters())
+    pairs = [(of(param), of(wanted[name])) for name, param in model.named_parameters()]
+    return max(float((param - want).abs().max()) for param, want in pairs)
+
+
+def of(param: Tensor) -> Tensor:
+    return param.full_tensor() if isinstance(param, DTensor) else param
+
+
+def overrides(name: str) -> str:
+    """Return the error of a precision with an override for modules of this name."""
+    precision = Precision(overrides=((name, Recipe()),))
+    return error_of(lambda: staged(make(), precision=precision))
+
+
 def worker(rank: int, device: torch.device) -> list[dict[str, Any]]:
     found: dict[str, Any] = {schedule: frozen(schedule) for schedule in SCHEDULES}
+    found["matrices"] = muon_of_one_stage()
+    found["overrides"] = [overrides(f"*layers.{i}.self_attn.q_proj") for i in (0, 3, 4)]
     model = staged(make())
     for name, optimizer in OPTIMIZERS.items():
         made = optimizer(model)
@@ -130,6 +172,17 @@ found = ranks_fixture(2, worker)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_stage_with_nothing_to_train_hands_on(schedule: str, found: list[dict[str, Any]]) -> None:
     assert max(of_rank[schedule] for of_rank in found) < 1e-5
+
+
+def test_a_stage_without_matrices_has_muon(found: list[dict[str, Any]]) -> None:
+    assert max(of_rank["matrices"] for of_rank in found) < 1e-5
+
+
+def test_a_recipe_may_be_of_one_stage(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        first, last, none = of_rank["overrides"]
+        assert first == last == "no error"
+        assert "'*layers.4.self_attn.q_proj') must match what can be quantised" in none
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

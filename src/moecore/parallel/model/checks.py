@@ -36,6 +36,7 @@ from moecore.parallel.model.family import (
 from moecore.parallel.model.parallel_state import get_parallel_state
 from moecore.parallel.model.request import Request, is_tp_sharded
 from moecore.parallel.pipeline.layout import PipelineLayout
+from moecore.precision.apply import check_precision
 from moecore.precision.head import find_fp8_head_problem
 from moecore.precision.linear import find_weight_problem
 from moecore.precision.stored import find_linear_storage_problem, find_storage_problem
@@ -92,6 +93,8 @@ def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: R
     if request.meshes.parallel.tp > 1 and not is_tp_sharded(model):
         request.family.check_tensor_parallel(model, request.meshes.parallel.tp)
     p = request.meshes.parallel
+    if request.precision is not None and p.pp > 1:  # a stage may lack the modules of an override
+        check_precision(model, request.precision)
     if not layers and p.ep * p.etp > 1:
         raise ValueError(
             f"ParallelConfig.ep ({p.ep}) and etp ({p.etp}) must be 1 for a model without MoE "

@@ -40,7 +40,7 @@ from moecore.parallel.fsdp.units import (
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.model.phases import choose_dispatcher
 from moecore.parallel.model.request import Request, is_tp_sharded
-from moecore.precision.apply import check_precision, list_storable_linears
+from moecore.precision.apply import LinearPrecision, check_precision, list_storable_linears
 
 Layers = Mapping[str, RoutedLayer]
 
@@ -53,7 +53,10 @@ def make_shard_plan(
     twin = copies[model]
     twins = {n: cast(RoutedLayer, copies[m]) for n, m in layers.items()}
     shard_over_ep_and_tp(twin, twins, request)
-    recipes = {} if request.precision is None else check_precision(twin, request.precision)
+    recipes: Mapping[str, LinearPrecision] = {}
+    if request.precision is not None:
+        is_stage = request.meshes.parallel.pp > 1
+        recipes = check_precision(twin, request.precision, is_stage=is_stage)
     linears = {name: linear.recipe for name, linear in recipes.items() if linear.recipe}
     gather_recipes = find_gather_recipes(twin, twins, linears, request)
     builder = _PlanBuilder(twin, twins, request, gather_recipes, fp32_names)

@@ -23,6 +23,7 @@ from moecore.models.backbone import Embedding
 from moecore.moe.experts import Experts
 from moecore.moe.router import Router
 from moecore.moe.shared_experts import Latent, SharedExpert
+from moecore.parallel.model.parallel_state import find_staged_module
 
 HEADS = frozenset(("lm_head", "output", "score", "embed_out"))
 ROUTERS = frozenset(("gate", "router"))  # last parts of names of transformers' own routers
@@ -154,10 +155,13 @@ class Decision(NamedTuple):
 class MatrixAssignment:
     """The optimizer of each trained parameter, Muon or AdamW; its `str` is a table.
 
-    `decisions` maps each name to the parameter, its `MatrixLayout` (None = AdamW), and the reason.
+    Attributes:
+        decisions: each name -> the parameter, its `MatrixLayout` (None = AdamW), and the reason.
+        is_stage: whether the model is a pipeline stage, which may have no matrices.
     """
 
     decisions: dict[str, Decision]
+    is_stage: bool = False
 
     @property
     def matrices(self) -> dict[nn.Parameter, MatrixLayout]:
@@ -209,12 +213,17 @@ def assign_matrices(model: nn.Module, overrides: Overrides = ()) -> MatrixAssign
             layout, reason = min(choices[param], key=lambda choice: choice[0] is not None)
             override = next((c for pattern, c in overrides if fnmatchcase(clean, pattern)), None)
             decisions[clean] = _apply_override(clean, Decision(param, layout, reason), override)
+    staged, stages = find_staged_module(model)
+    names = {*decisions}
+    if stages is not None:
+        (prefix,) = (f"{name}." if name else "" for name, m in modules.items() if m is staged)
+        names |= {prefix + name for name in stages.num_holders}
     for pattern, _ in overrides:
-        if not any(fnmatchcase(name, pattern) for name in decisions):
+        if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(
                 f"overrides ({pattern!r}) must match a trained parameter: correct the pattern"
             )
-    return MatrixAssignment(decisions)
+    return MatrixAssignment(decisions, is_stage=stages is not None)
 
 
 def _apply_override(

@@ -121,8 +121,11 @@ class Muon(torch.optim.Optimizer):
         if not 0 <= float(lr) < math.inf:
             raise ValueError(f"lr ({float(lr)}) must be a finite number >= 0: pass another tensor")
         self.layouts = assignment.matrices
-        if not self.layouts:
-            raise ValueError("assignment (without matrices) must have one: use AdamW alone")
+        if not self.layouts and not assignment.is_stage:
+            raise ValueError(
+                f"assignment ({len(assignment.decisions)} parameters) must have a matrix for Muon, "
+                "such as a trained linear weight: use AdamW for all parameters"
+            )
         self.ns_dtype = ns_dtype
         self._drop_plans()
         options: dict[str, Any] = dict(lr=lr, weight_decay=weight_decay, momentum=momentum)
@@ -130,7 +133,7 @@ class Muon(torch.optim.Optimizer):
         options |= dict(ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn, fused=True)
         if beta2 is not None:  # else options are torch's, and so are those of checkpoints
             options["beta2"] = beta2
-        super().__init__(list(self.layouts), options)
+        super().__init__([{"params": list(self.layouts)}], options)
         self._step_supports_amp_scaling = True
 
     def _drop_plans(self) -> None:
