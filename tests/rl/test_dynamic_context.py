@@ -54,9 +54,10 @@ def rollouts_of(meshes: Meshes) -> Rollouts:
 def engine_of(meshes: Meshes, family: str, *, dynamic: bool, **options: Any) -> Engine:
     pipeline = PipelineConfig() if meshes.parallel.pp > 1 else None
     context = ContextOptions(dynamic=True) if dynamic else None
+    more: Any = dict(loss="sum", expert_backend="sequential")  # which supports fp64
     models = [
-        parallelize_moe(made(family, 8), meshes, loss="sum", context=context, pipeline=pipeline)
-        for _ in range(2)
+        parallelize_moe(model.double(), meshes, context=context, pipeline=pipeline, **more)
+        for model in (made(family, 8), made(family, 8))
     ]
     step = TrainStep(models[0], torch.optim.SGD(models[0].parameters(), lr=0.05))
     max_tokens = ROW_TOKENS // (meshes.data_ranks if dynamic else 1)
@@ -134,7 +135,7 @@ results = ranks_fixture(4, worker, "name")
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", CASES)
