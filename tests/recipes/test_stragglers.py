@@ -28,7 +28,8 @@ def test_the_line_names_the_slow_rank_and_its_phase(phase, tmp_path, monkeypatch
     words = [*RUN.split(), "--run-dir", str(tmp_path / "run")]
     code, said = launched(run_delayed, "train.py", words, tmp_path / "said.txt")
     assert code == 0, said
-    (line,) = [line for line in said.splitlines() if "is slow" in line]
+    alarms = [line for line in said.splitlines() if "is slow" in line]
+    (line,) = [line for line in alarms if "the link" not in line]  # which a busy machine slows
     start = f"alarm at step 6: rank 1 on {socket.gethostname()} is slow: {phase} takes "
     assert line.startswith(start), line
     assert float(line.split(" s, ")[1].split()[0]) > 1.5  # times the median
