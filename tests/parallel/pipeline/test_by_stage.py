@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore import (
     BalanceConfig,
+    FSDPOptions,
     MemoryOptions,
     ParallelConfig,
     PipelineConfig,
@@ -195,8 +196,24 @@ def explained() -> list[str]:
     return [line.partition("  ")[0] for line in table]
 
 
+def sums_in_bf16() -> float:
+    """Return how far a step's gradient is from the fp32 sum of those of its micro-batches."""
+    fsdp, grads = FSDPOptions(param_dtype=torch.bfloat16), list[Tensor]()
+    batches = [{"input_ids": tokens(number), "labels": tokens(number)} for number in range(4)]
+    for given in (batches, *([batch] for batch in batches)):
+        causal = random_model("qwen3-moe", num_hidden_layers=2)
+        model = staged(causal, layout="E|ttL", fsdp=fsdp)
+        TrainStep(model, num_micro_batches=len(given)).forward_backward(given)
+        grad = next(model.parameters()).grad  # of the embedding in the first stage
+        assert grad is not None
+        grads.append(of(grad))
+    total = torch.stack(grads[1:]).mean(0)
+    return float((grads[0] - total).abs().max() / total.abs().max())
+
+
 def worker(rank: int, device: torch.device) -> list[dict[str, Any]]:
     found: dict[str, Any] = {schedule: frozen(schedule) for schedule in SCHEDULES}
+    found["sums in bf16"] = sums_in_bf16()
     found["matrices"] = step_of_one_stage(make_muon)
     found["nothing trained"] = step_of_one_stage(make_for_frozen)
     found |= dict(replayed=replayed(), explained=explained(), unused=options_of_one_stage())
@@ -219,6 +236,10 @@ found = ranks_fixture(2, worker)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_stage_with_nothing_to_train_hands_on(schedule: str, found: list[dict[str, Any]]) -> None:
     assert max(of_rank[schedule] for of_rank in found) < 1e-5
+
+
+def test_a_stage_of_the_embedding_sums_micro_batches_in_fp32(found: list[dict[str, Any]]) -> None:
+    assert max(of_rank["sums in bf16"] for of_rank in found) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["matrices", "nothing trained"])
