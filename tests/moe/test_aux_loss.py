@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,14 +24,15 @@ class Attention(nn.Module):
         return self.aux_loss.attach_loss(x, 3 * self.weight)
 
 
-def test_gradients_have_the_factors_of_a_step_and_sums_its_means() -> None:
+LAYER = make_layer(MoEConfig(dim=4, hidden_dim=4, num_experts=2, top_k=1))
+
+
+# A pipeline stage of dense layers has indexers and no MoE layers.
+@pytest.mark.parametrize("layers", [{"moe": LAYER}, {}])
+def test_gradients_have_the_factors_of_a_step_and_sums_its_means(layers: dict[str, Any]) -> None:
     model = nn.Sequential(Attention())
     (owner,) = list_aux_losses(model).values()
-    state = MoEState(
-        {"moe": make_layer(MoEConfig(dim=4, hidden_dim=4, num_experts=2, top_k=1))},
-        BalanceGroups(),
-        other_losses=list_aux_losses(model),
-    )
+    state = MoEState(layers, BalanceGroups(), other_losses=list_aux_losses(model))
     state.set_num_micro_batches(2)
     scale = torch.tensor(8.0)
     state.set_loss_scale(scale)
@@ -46,6 +49,7 @@ def test_gradients_have_the_factors_of_a_step_and_sums_its_means() -> None:
     assert model[0].weight.grad == 2 * 3 * 8 / 2
     metrics = state.finish_step()
     assert metrics.indexer_losses["0"].tolist() == [3.0]  # one of the two was reset
+    assert metrics.to_dict()["indexer_loss"] == 3.0
     assert state.finish_step().indexer_losses["0"].tolist() == [0.0]
     model(torch.ones(3, requires_grad=True)).sum().backward()
     drop_step(model)

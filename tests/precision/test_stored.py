@@ -9,6 +9,7 @@ from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes, paralleli
 from moecore.base.options.precision import Precision, Recipe
 from moecore.base.torch_private import HAS_SEPARATE_PIECES, get_local_tensor
 from moecore.io import export_hf, merge_adapters, save, save_adapters
+from moecore.parallel.pipeline.stages import AbsentModule
 from moecore.precision import store_experts_in_fp8
 from tests.families.transformers.lora_cases import adapted_model, batches, in_peft_form, lora_config
 from tests.helpers.ranks import run_ranks
@@ -128,6 +129,7 @@ def test_trained_and_missing_experts_are_refused() -> None:
         store_experts_in_fp8(layer)
     with pytest.raises(ValueError, match=r"model \(Linear\) must have routed experts"):
         store_experts_in_fp8(nn.Linear(2, 2))
+    store_experts_in_fp8(AbsentModule(layer))  # of a pipeline stage without experts
     x = torch.randn(5, 128)
     expected = layer.requires_grad_(False)(x)
     store_experts_in_fp8(layer)

@@ -53,12 +53,10 @@ class MoEMetrics:
             per_expert: include `expert_load/<layer>/<e>`: thousands of numbers in large models.
 
         Returns:
-            Identical on every rank; empty without MoE layers. Omitted are drop rates without a
-            capacity, unused losses, and layers without tokens if other layers have tokens.
+            Identical on every rank; empty without MoE layers and indexers. Omitted are drop rates
+            without a capacity, unused losses, and layers without tokens if other layers have them.
         """
         values = self._copy_to_host()
-        if not values["tokens_per_expert"]:
-            return {}
         indexer_losses = {n: value for n, (value,) in values.pop("indexer_losses").items()}
         active_layers = {layer for layer, of_E in values["tokens_per_expert"].items() if any(of_E)}
         if active_layers:
@@ -68,7 +66,8 @@ class MoEMetrics:
             }
         loads = {layer: _divide_by_mean(x) for layer, x in values["tokens_per_expert"].items()}
         numbers = _prefix_metric_name("expert_load", {layer: max(x) for layer, x in loads.items()})
-        numbers = {"expert_load_max_over_mean": max(numbers.values()), **numbers}
+        if loads:
+            numbers = {"expert_load_max_over_mean": max(numbers.values()), **numbers}
         numbers |= _prefix_and_average("drop_rate", _compute_drop_rates(values))
         z = LOSS_NAMES.index("z")
         for name, idxs in (("balance_loss", range(z)), ("z_loss", [z])):

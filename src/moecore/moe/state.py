@@ -36,7 +36,7 @@ class MoEState:
     `get_moe_state(model)` returns the `MoEState` of a parallelized model. `loss` "mean" = gradients
     are averaged over data ranks, "sum" = they are summed. `other_losses` maps names to the
     auxiliary losses of other layers. `check_parameters` raises if gradients were not reduced over
-    all ranks.
+    all ranks. `device` is the device of a step's sums if there are no MoE layers.
     """
 
     def __init__(
@@ -47,10 +47,11 @@ class MoEState:
         loss: str = "mean",
         other_losses: Mapping[str, AuxLoss] | None = None,
         check_parameters: Callable[[], None] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.layers = {clean_name(name): layer for name, layer in layers.items()}
         self.groups = groups
-        self.loss = loss
+        self.loss, self._device = loss, device
         self._check_parameters = check_parameters
         self._aux_losses = dict(other_losses or {})
         self._loss_scale: weakref.ref[Tensor] | None = None
@@ -161,7 +162,7 @@ class MoEState:
     @torch.no_grad()
     def reduce_step(self, *, is_skipped: bool | Tensor) -> MoEMetrics:
         """All-reduce and clear counts, update biases unless `is_skipped`, and return metrics."""
-        if not self.layers:
+        if not self.layers and not self._aux_losses:
             return MoEMetrics()
         counts = {}
         for name, layer in self.layers.items():
@@ -198,7 +199,9 @@ class MoEState:
         """Sum the layers' counts, by name, over all ranks by one all-reduce; return metrics."""
         # Every rank packs every layer, counted or not, so the length is equal on all ranks. The sum
         # is in fp64, which is exact for counts up to 2^53.
-        device = next(iter(counts.values())).choices_E.device
+        # A pipeline stage of dense layers may have losses of indexers, and no MoE layers.
+        devices = [count.choices_E.device for count in counts.values()]
+        device = devices[0] if devices else self._device or torch.device("cpu")
         cloners = {name: la.cloner for name, la in self.layers.items() if la.cloner is not None}
         capacity_choices = {name: c.capacity_choices_E for name, c in counts.items()}
         tensors: dict[str, dict[str, Tensor]] = {
@@ -218,7 +221,8 @@ class MoEState:
         # Not on a GPU, where the host would have to wait.
         compares = group is not None and device.type == "cpu" and is_gloo(group, "cpu")
         if compares:
-            parts["numbers"] = parts["choices"].new_tensor([number, number**2])
+            numbers = torch.tensor([number, number**2], dtype=torch.float64, device=device)
+            parts["numbers"] = numbers
         flat = torch.cat([*parts.values()])
         if group is not None:
             dist.all_reduce(flat, group=group)
@@ -234,7 +238,7 @@ class MoEState:
             parts = (sums[field] / divisor).to(dtype).split(lengths)
             return dict(zip(tensors[field], parts, strict=True))
 
-        units_L, tokens_L = sums["entropies"].view(-1, 2).unbind(1)
+        units_L, tokens_L = sums.get("entropies", flat[:0]).view(-1, 2).unbind(1)
         entropy_L = units_L * UNIT / tokens_L.clamp(min=1)
         # The number that was set, because replays of a CUDA graph do not change the tracker's
         # number. Outside of graphs `check_step` has compared the two.

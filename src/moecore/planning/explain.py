@@ -1,13 +1,14 @@
 """explain(model): a model's `ShardPlan` as about twenty lines of text."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from typing import Annotated, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import Count, check_arguments
@@ -31,9 +32,10 @@ from moecore.parallel.fsdp.plan import AxisPlacement, Coordinate, LayerPlan, Par
 from moecore.parallel.fsdp.size import compute_rank_bytes
 from moecore.parallel.fsdp.units import find_blocks, make_kind_lookup
 from moecore.parallel.mesh import DENSE_DIMS, EXPERT_DIMS, ParallelConfig
-from moecore.parallel.model.parallel_state import get_parallel_state
+from moecore.parallel.model.parallel_state import ParallelState, get_parallel_state
 from moecore.parallel.model.plan import get_dtype_name, make_layer_plan
 from moecore.parallel.model.request import Request
+from moecore.parallel.pipeline.stages import StagedModel, count_layers_and_mtp
 from moecore.precision.apply import list_quantised_linears
 from moecore.train.graphs.regions import find_compiled_modules
 from moecore.train.memory.saved_bytes import count_saved_bytes
@@ -349,14 +351,18 @@ def describe_block_saved_bytes(model: nn.Module, batch: Batch) -> list[str]:
         inputs = dict(labels_BT=tokens_BT)  # multi-token prediction is part of the loss
     elif hasattr(model, "get_input_embeddings"):  # of transformers
         inputs = dict(use_cache=False, position_ids=torch.arange(batch[1], device="cpu")[None])
+    numbers = list(range(len(blocks)))
+    run: Callable[[Any], Any] = lambda copy: copy(tokens_BT, **inputs)  # noqa: E731
+    if attachment is not None and attachment.stages:
+        places = _number_layers(attachment.request.family.make_staged_model(model))
+        numbers = [places.get(block, i) for i, block in enumerate(blocks)]
+        run = partial(_run_stages, tokens_BT, attachment)
     counts, full_counts = (
-        count_saved_bytes(
-            model, blocks, lambda copy: copy(tokens_BT, **inputs), options=memory, **compute_args
-        ).blocks
+        count_saved_bytes(model, blocks, run, options=memory, **compute_args).blocks
         for memory in (options, MemoryOptions())
     )
     rows: dict[tuple[tuple[str, int], ...], list[int]] = {}
-    for i, (count, full_count) in enumerate(zip(counts, full_counts, strict=True)):
+    for i, count, full_count in zip(numbers, counts, full_counts, strict=True):
         sums = {"all": count.num_bytes, "in host memory": sum(count.host.values())}
         sums["recomputed"] = full_count.num_bytes - sum(sums.values())
         key = tuple((name, n) for name, n in {**count.device, **sums}.items() if n)
@@ -371,3 +377,30 @@ def describe_block_saved_bytes(model: nn.Module, batch: Batch) -> list[str]:
         total += f", {format_bytes(host)} in host memory"
     title = f"saved for backward per token, of {batch[0]} x {batch[1]} tokens"
     return [title, *format_columns(table), total]
+
+
+def _run_stages(tokens_BT: Tensor, attachment: ParallelState, model: nn.Module) -> list[Tensor]:
+    """Return the outputs of this rank's pipeline stages, on tokens or empty hidden states."""
+    staged, outputs = attachment.request.family.make_staged_model(model), list[Tensor]()
+    names = ("tokens_BT", "labels_BT") if isinstance(model, Decoder) else ("input_ids", "labels")
+    inputs = dict.fromkeys(names, tokens_BT)
+    if not isinstance(model, Decoder):
+        inputs["position_ids"] = torch.arange(tokens_BT.shape[1], device="cpu")[None]
+    for stage in attachment.stages:
+        if not stage.letters:
+            continue
+        hidden = None
+        if not stage.embedding:
+            dtype = attachment.request.fsdp.param_dtype or attachment.dtype
+            shape = staged.hidden_shape(stage, inputs)
+            hidden = torch.empty(shape, dtype=dtype, device="meta").requires_grad_()
+        outputs.append(staged(hidden=hidden, stage=stage, **inputs))
+    return outputs
+
+
+def _number_layers(model: StagedModel) -> dict[nn.Module, int]:
+    """Return layer -> index in the full model; multi-token prediction modules are the last."""
+    parts, (num_layers, num_mtp) = model.stage_parts(), count_layers_and_mtp(model)
+    names = [f"{parts.layers}.{i}" for i in range(num_layers)]
+    names += [f"{parts.mtp}.{i}" for i in range(num_mtp)]
+    return {model.get_submodule(name): i for i, name in enumerate(names)}

@@ -52,11 +52,13 @@ def store_experts_in_fp8(model: nn.Module) -> None:
 
     Raises:
         ValueError: if an expert is trained, has another recipe, stores gate and up in two
-            parameters, or is sharded by FSDP; or if the model has no routed experts.
+            parameters, or is sharded by FSDP; or if the model has no routed experts and no pipeline
+            stages.
     """
     check_arguments(store_experts_in_fp8, locals())
     named = [(n, m) for n, m in model.named_modules() if isinstance(m, Experts)]
-    if not named:
+    is_stage = any(getattr(module, "is_of_other_stage", False) for module in model.modules())
+    if not named and not is_stage:
         kind = type(model).__name__
         raise ValueError(f"model ({kind}) must have routed experts to be stored in FP8: drop it")
     places = [(n, m, role) for n, m in named for role in (m.layout.w1, m.layout.w2)]

@@ -25,6 +25,7 @@ from moecore.base.params import clean_name
 from moecore.moe.layer import MoELayer
 from moecore.moe.routed_experts import RoutedExperts
 from moecore.moe.router import Router
+from moecore.parallel.model.parallel_state import find_staged_module
 from moecore.rl.choices import (
     Choices,
     check_choices,
@@ -46,8 +47,9 @@ class RouterReplay:
     recomputed for the replayed ids.
 
     Args:
-        model: a model with MoELayers, parallelized or not, or one pipeline stage. With activation
-            checkpointing, forwards must call `model` itself, not a submodule.
+        model: a model with MoELayers, parallelized or not, or one pipeline stage, which may have no
+            MoELayer. With activation checkpointing, forwards must call `model` itself, not a
+            submodule.
         layers: names of the layers that are recorded and replayed; None = all.
 
     Raises:
@@ -58,7 +60,7 @@ class RouterReplay:
     def __init__(self, model: nn.Module, *, layers: Sequence[str] | None = None) -> None:
         check_arguments(RouterReplay.__init__, locals())
         moe_layers = {clean_name(n): m for n, m in model.named_modules() if isinstance(m, MoELayer)}
-        if not moe_layers:
+        if not moe_layers and find_staged_module(model)[1] is None:
             own_router = (n for n, m in model.named_modules() if isinstance(m, RoutedExperts))
             fix = "call parallelize_moe(model, meshes) first"
             if (name := next(own_router, None)) is not None:
@@ -163,7 +165,8 @@ class RouterReplay:
                 forward and no entry is selected.
         """
         arguments = locals()
-        group = next(iter(self.layers.values())).tracker.groups.global_batch
+        groups = [layer.tracker.groups.global_batch for layer in self.layers.values()]
+        group = groups[0] if groups else None
         with nullcontext() if group is None or not check else share_errors(group):
             check_arguments(RouterReplay.replay, arguments)
             if check:

@@ -25,10 +25,18 @@ def apply_recompute_and_offload(model: nn.Module, state: ParallelState) -> None:
     blocks, request = state.list_blocks(model), state.request
     device = request.meshes.device
     chunks = group_blocks_by_stage(model, blocks, state)
+    peers = None if chunks is None else request.meshes.dense.get_group("pp")
     state.offload = apply_memory_options(
-        blocks, request.memory, device, compiled_modules=state.compiled, blocks_by_stage=chunks
+        blocks,
+        request.memory,
+        device,
+        compiled_modules=state.compiled,
+        blocks_by_stage=chunks,
+        peers=peers,
     )
-    state.stash = apply_stash(blocks, request.memory, device, compiled_modules=state.compiled)
+    state.stash = apply_stash(
+        blocks, request.memory, device, compiled_modules=state.compiled, peers=peers
+    )
 
 
 def apply_frozen_offload(model: nn.Module, state: ParallelState) -> None:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore import ParallelConfig, PipelineConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.io import load_adapters, save_adapters
+from moecore.io import export_hf, load_adapters, merge_adapters, save_adapters, stream_weights
 from tests.families.transformers.family_models import batch, tiny_model
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
@@ -46,13 +46,29 @@ def worker(rank: int, device: torch.device, folder: str) -> float:
     load_adapters(model, folder)
     after = adapters(model)
     assert all(torch.equal(after[n].to_local(), p.to_local()) for n, p in before.items())
+    merge_where_a_stage_has_none(f"{folder}/merged")
     dist.barrier()
     return float(norm)
+
+
+def merge_where_a_stage_has_none(folder: str) -> None:
+    model, pipeline = with_adapters(), PipelineConfig(layout="E|ttL")
+    parallelize_moe(model, build_meshes(ParallelConfig(pp=2), "cpu"), pipeline=pipeline)
+    names = [name for name, _ in stream_weights(model, lora="apart")]
+    assert sum(".lora_" in name for name in names) == len(adapters(with_adapters()))
+    merge_adapters(model)
+    export_hf(model, folder)
+    expected = r"PeftModelForCausalLM\) must have active adapters that are not merged"
+    with pytest.raises(ValueError, match=expected):
+        merge_adapters(model)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_step_over_stages_is_that_of_stock_peft(tmp_path: Path) -> None:
     norm = run_ranks(2, worker, str(tmp_path))
+    merged = tiny_model("qwen3_moe").from_pretrained(tmp_path / "merged").state_dict()
+    for name, weight in with_adapters().merge_and_unload().state_dict().items():
+        assert torch.allclose(merged[name], weight, rtol=1e-5, atol=1e-6), name
     stock = with_adapters()
     for given in batches(stock.base_model.model):
         (stock(**given).loss / 2).backward()

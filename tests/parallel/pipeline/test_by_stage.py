@@ -1,3 +1,4 @@
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,16 +11,21 @@ from torch.distributed.tensor import DTensor
 
 from moecore import (
     BalanceConfig,
+    FSDPOptions,
+    MemoryOptions,
     ParallelConfig,
     PipelineConfig,
     Precision,
     Recipe,
     TrainStep,
     build_meshes,
+    explain,
     parallelize_moe,
 )
 from moecore.base.rank_checks import gather_objects
 from moecore.models import Decoder, preset
+from moecore.recipes.optimizer import OptimizerConfig
+from moecore.rl import RouterReplay
 from moecore.train import AdamW, HostAdamW, Muon, assign_matrices
 from tests.families.transformers.hf_models import random_model
 from tests.helpers.errors import error_of
@@ -89,11 +95,11 @@ def staged(
     model: nn.Module,
     schedule: Any = "1f1b",
     layout: str | None = None,
-    precision: Precision | None = None,
+    **options: Any,
 ) -> nn.Module:
     pipeline = PipelineConfig(schedule=schedule, layout=layout)
     meshes = build_meshes(ParallelConfig(pp=2), "cpu")
-    return parallelize_moe(model, meshes, pipeline=pipeline, precision=precision)
+    return parallelize_moe(model, meshes, pipeline=pipeline, **options)
 
 
 def frozen(schedule: str) -> float:
@@ -118,14 +124,26 @@ def frozen(schedule: str) -> float:
     return worst
 
 
-def muon_of_one_stage() -> float:
-    """Return how far parameters are from a plain model's after a step; stage 0 has no matrices."""
+def make_muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return optimizers of stages of which the first has no matrices."""
     override = ("*.3.self_attn.q_proj.weight", "adamw")  # names a parameter of the other stage
+    assignment = assign_matrices(model, (override,))
+    return [Muon(assignment, ns_dtype=torch.float32), AdamW(assignment.adamw_params)]
+
+
+def make_for_frozen(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Freeze the first stage, and return a recipe's optimizers of what is trained."""
+    for name, param in model.named_parameters():
+        param.requires_grad_(is_trained(name))
+    return OptimizerConfig(lr=0.01, eps=1e-3, state_offload=0.5).build_optimizers(model)
+
+
+def step_of_one_stage(make_optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]]) -> float:
+    """Return how far parameters are from a plain model's after a step."""
     model, plain = staged(make(), layout="E|ttttL"), make()
     batches = [tokens(number) for number in range(4)]
     for each in (model, plain):
-        assignment = assign_matrices(each, (override,))
-        optimizers = [Muon(assignment, ns_dtype=torch.float32), AdamW(assignment.adamw_params)]
+        optimizers = make_optimizers(each)
         if each is model:
             step = TrainStep(model, optimizers, num_micro_batches=4)
             step.forward_backward([{"tokens_BT": t, "labels_BT": t} for t in batches])
@@ -150,9 +168,55 @@ def overrides(name: str) -> str:
     return error_of(lambda: staged(make(), precision=precision))
 
 
+def replayed() -> list[int]:
+    """Return the numbers of recorded forwards by layer; the first stage has no MoE layer."""
+    model = staged(make(), layout="E|ttttL")
+    step, replay = TrainStep(model), RouterReplay(model)
+    batch = {"tokens_BT": tokens(0), "labels_BT": tokens(0)}
+    with replay.record():
+        losses = step.compute_losses([batch])
+    with replay.replay(choices := replay.choices()):
+        assert torch.equal(step.compute_losses([batch]), losses)
+    return [len(forwards) for forwards in choices.values()]
+
+
+def options_of_one_stage() -> list[str]:
+    """Return the warnings about parts that no block of a stage has, or that no block has."""
+    memory = MemoryOptions(recompute=("moe", "mla_up_proj"), offload=("attention",))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        staged(make(), layout="E|ttttL", memory=memory)
+    return [str(warning.message) for warning in caught if "is not used" in str(warning.message)]
+
+
+def explained() -> list[str]:
+    """Return the layers in a table of saved bytes."""
+    lines = explain(staged(make(), layout="Et|tttL"), batch=(2, 8)).splitlines()
+    table = lines[next(i for i, line in enumerate(lines) if line.startswith("layers ")) + 1 : -1]
+    return [line.partition("  ")[0] for line in table]
+
+
+def sums_in_bf16() -> float:
+    """Return how far a step's gradient is from the fp32 sum of those of its micro-batches."""
+    fsdp, grads = FSDPOptions(param_dtype=torch.bfloat16), list[Tensor]()
+    batches = [{"input_ids": tokens(number), "labels": tokens(number)} for number in range(4)]
+    for given in (batches, *([batch] for batch in batches)):
+        causal = random_model("qwen3-moe", num_hidden_layers=2)
+        model = staged(causal, layout="E|ttL", fsdp=fsdp)
+        TrainStep(model, num_micro_batches=len(given)).forward_backward(given)
+        grad = next(model.parameters()).grad  # of the embedding in the first stage
+        assert grad is not None
+        grads.append(of(grad))
+    total = torch.stack(grads[1:]).mean(0)
+    return float((grads[0] - total).abs().max() / total.abs().max())
+
+
 def worker(rank: int, device: torch.device) -> list[dict[str, Any]]:
     found: dict[str, Any] = {schedule: frozen(schedule) for schedule in SCHEDULES}
-    found["matrices"] = muon_of_one_stage()
+    found["sums in bf16"] = sums_in_bf16()
+    found["matrices"] = step_of_one_stage(make_muon)
+    found["nothing trained"] = step_of_one_stage(make_for_frozen)
+    found |= dict(replayed=replayed(), explained=explained(), unused=options_of_one_stage())
     found["overrides"] = [overrides(f"*layers.{i}.self_attn.q_proj") for i in (0, 3, 4)]
     model = staged(make())
     for name, optimizer in OPTIMIZERS.items():
@@ -174,8 +238,26 @@ def test_a_stage_with_nothing_to_train_hands_on(schedule: str, found: list[dict[
     assert max(of_rank[schedule] for of_rank in found) < 1e-5
 
 
-def test_a_stage_without_matrices_has_muon(found: list[dict[str, Any]]) -> None:
-    assert max(of_rank["matrices"] for of_rank in found) < 1e-5
+def test_a_stage_of_the_embedding_sums_micro_batches_in_fp32(found: list[dict[str, Any]]) -> None:
+    assert max(of_rank["sums in bf16"] for of_rank in found) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["matrices", "nothing trained"])
+def test_an_optimizer_may_step_one_stage(name: str, found: list[dict[str, Any]]) -> None:
+    assert max(of_rank[name] for of_rank in found) < 1e-5
+
+
+def test_a_stage_may_have_no_moe_layer_to_replay(found: list[dict[str, Any]]) -> None:
+    assert [of_rank["replayed"] for of_rank in found] == [[], [1, 1, 1]]
+
+
+def test_saved_bytes_are_those_of_the_layers_of_a_stage(found: list[dict[str, Any]]) -> None:
+    assert [of_rank["explained"] for of_rank in found] == [["0"], ["1 to 3"]]
+
+
+def test_an_option_is_unused_if_no_stage_uses_it(found: list[dict[str, Any]]) -> None:
+    unused = "MemoryOptions.recompute ('mla_up_proj') is not used: no block has it"
+    assert [of_rank["unused"] for of_rank in found] == [[unused], [unused]]
 
 
 def test_a_recipe_may_be_of_one_stage(found: list[dict[str, Any]]) -> None:

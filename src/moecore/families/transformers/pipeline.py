@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -118,21 +118,20 @@ class StagedCausal:
         check_hidden_states(hidden, stage, self.hidden_shape(stage, inputs))
         if not stage.loss:
             inputs = {n: v for n, v in inputs.items() if n not in LABELS}
-        with self._replace_other_stages(stage, hidden) as outputs:
+        with self._replace_other_stages(stage, hidden):
             setattr(self.model, RUNS_STAGE, True)
             try:
                 out = self.model(**{**inputs, "use_cache": False, "return_dict": True})
             finally:
                 setattr(self.model, RUNS_STAGE, False)
         if not stage.loss:
-            (output,) = outputs
-        else:
-            output = out.logits if getattr(out, "loss", None) is None else out.loss
+            return cast(Tensor, out)
+        output: Tensor = out.logits if getattr(out, "loss", None) is None else out.loss
         return output
 
     @contextmanager
-    def _replace_other_stages(self, stage: Stage, hidden: Tensor | None) -> Iterator[list[Tensor]]:
-        """Replace other stages' modules by `AbsentModule`; yield a list of this stage's outputs."""
+    def _replace_other_stages(self, stage: Stage, hidden: Tensor | None) -> Iterator[None]:
+        """Replace modules of other stages by `AbsentModule`; the stage's output is the model's."""
         parts, get = self.stage_parts(), self.get_submodule
         layers = _list_layer_names(self, parts)
         line = [parts.embedding, *layers, *parts.final_modules, parts.head]
@@ -171,7 +170,12 @@ class StagedCausal:
                     line[last and last + 1],
                     lambda *call: outputs.append(_get_first_result(call[-1])),
                 )
-            yield outputs
+                # It runs before FSDP's hook, which needs the tensor where backward begins.
+                first_hook = self.model.register_forward_hook(
+                    lambda *_: outputs.pop(), prepend=True
+                )
+                ends.callback(first_hook.remove)
+            yield
 
     def _check_output(self, layer: nn.Module, _args: Any, output: Any) -> None:
         """Forward hook of a layer: NotImplementedError if it returns more than hidden states."""

@@ -20,7 +20,7 @@ from moecore.base.failures import run_and_share_errors
 from moecore.base.fields import check_arguments
 from moecore.base.params import clean_name, compute_global_indices
 from moecore.base.peft_layers import is_dora_linear, is_tuner_layer
-from moecore.families.transformers.lora import refuse_unmerging
+from moecore.families.transformers.lora import refuse_unmerging, unwrap_peft
 from moecore.io.hf.pieces import get_detached_shard, select_shard, unshard_tensor
 from moecore.moe.experts import Experts
 from moecore.moe.low_rank import LowRank
@@ -69,7 +69,6 @@ def merge_adapters(model: nn.Module) -> None:
     """
     check_arguments(merge_adapters, locals())
     merges = run_and_share_errors(lambda: _find_active_merges(model))
-    refuse_fp8_storage(model, "merged")
     drop_step(model)
     for merge in merges:
         if get_four_bit_blocks(merge.weight) is None:
@@ -128,10 +127,18 @@ def find_unmerged_layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def lacks_unmerged_adapters(model: nn.Module) -> bool:
+    """Whether no adapter is active and unmerged. False for a pipeline stage without adapters."""
+    is_peft = unwrap_peft(model) is not model
+    is_stage_without = is_peft and not any(map(is_tuner_layer, model.modules()))
+    return not is_stage_without and not find_unmerged_layers(model)
+
+
 def _find_active_merges(model: nn.Module) -> list[Merge]:
-    """Return `find_merges(model)`; ValueError if no adapter is active and unmerged."""
+    """Return `find_merges(model)`; ValueError without unmerged adapters, or for FP8 storage."""
     merges = find_merges(model)
-    if not merges:
+    refuse_fp8_storage(model, "merged")
+    if lacks_unmerged_adapters(model):
         raise ValueError(
             f"model ({type(model).__name__}) must have active adapters that are not merged: attach "
             "them by peft.get_peft_model before parallelize_moe"

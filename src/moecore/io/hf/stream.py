@@ -37,7 +37,7 @@ from moecore.io.hf.export_plan import (
     plan_export,
 )
 from moecore.io.hf.lora import StoredAdapter, collect_adapter_tensors
-from moecore.io.hf.merge import Merge, find_merges, find_unmerged_layers
+from moecore.io.hf.merge import Merge, find_merges, lacks_unmerged_adapters
 from moecore.io.hf.pieces import FileRecipe, TensorPiece
 from moecore.train.memory.streams import CopyStream
 
@@ -95,7 +95,7 @@ def _find_adapter(model: nn.Module, lora: LoRA) -> dict[str, StoredAdapter]:
     if lora == "merged" or unwrap_peft(model) is model:
         return {}
     names: list[str] = cast(Any, model).active_adapters
-    if len(names) != 1 or not find_unmerged_layers(model):
+    if len(names) != 1 or lacks_unmerged_adapters(model):
         raise ValueError(
             f"active adapters ({names}) must be one that is not merged to be given apart: choose "
             "one by set_adapter, or pass lora='merged'"

@@ -263,6 +263,7 @@ def create_balance_state(model: nn.Module, state: ParallelState) -> None:
         loss=state.request.loss,
         other_losses=None if state.request.indexer is None else list_aux_losses(model),
         check_parameters=partial(check_no_added_parameter, model),
+        device=meshes.device,
     )
     tokens = None if state.exchanges is None else state.exchanges.tokens
     state.capacity = BufferCapacities(state.exchanges, tokens, state.stash, device=meshes.device)

@@ -29,6 +29,8 @@ from moecore.parallel.pipeline.layout import Stage
 class AbsentModule(nn.Module):
     """A module without parameters that returns its input, in place of another rank's module."""
 
+    is_of_other_stage = True  # for code that cannot import this class
+
     def __init__(self, module: nn.Module, *, num_outputs: int = 1) -> None:
         super().__init__()
         self._results = num_outputs

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moecore.base.fields import quote
 from moecore.base.options.memory import GEMM_LAST, MemoryOptions, Recomputed
+from moecore.base.rank_checks import gather_objects
 from moecore.base.regions import recompute_products
 from moecore.moe.backends import find_backend_computation
 from moecore.moe.layer import RoutedLayer
@@ -30,11 +32,13 @@ def apply_memory_options(
     *,
     compiled_modules: Set[nn.Module] = frozenset(),
     blocks_by_stage: Mapping[int, Sequence[nn.Module]] | None = None,
+    peers: dist.ProcessGroup | None = None,
 ) -> Offload | None:
     """Apply recomputation and offload to blocks in place; return the `Offload`, None if it is off.
 
     Modules in compiled code (`compiled_modules`) do not change. `blocks_by_stage` maps the index of
-    a pipeline stage to its blocks; None = no pipeline.
+    a pipeline stage to its blocks; None = no pipeline. `peers` has a rank of each stage, of which
+    one must have each selected part, otherwise a warning is given; None = no pipeline.
     """
     # "expert_fc1" of the options is the experts' own: see `Experts.set_backend`. In compiled code
     # the compiler recomputes (`make_inductor_options`), and nothing is offloaded.
@@ -43,10 +47,10 @@ def apply_memory_options(
             f"MemoryOptions.offload_fraction ({quote(options.offload_fraction)}) must be one "
             "number where blocks are no stages: pass a float"
         )
-    _apply_recompute(blocks, options, compiled_modules)
+    _apply_recompute(blocks, options, compiled_modules, peers)
     if not options.offload:
         return None
-    names = _map_offloaded_parts(blocks, options, compiled_modules)
+    names = _map_offloaded_parts(blocks, options, compiled_modules, peers)
     offload = Offload(device, max_host_bytes=options.offload_host_bytes)
     fraction = options.offload_fraction
     for index, chunk in ({0: blocks} if blocks_by_stage is None else blocks_by_stage).items():
@@ -61,19 +65,24 @@ def apply_stash(
     device: torch.device,
     *,
     compiled_modules: Set[nn.Module] = frozenset(),
+    peers: dist.ProcessGroup | None = None,
 ) -> Stash | None:
-    """Let uncompiled MoE layers save padded rows in a `Stash`; return it, or None if none does."""
+    """Let uncompiled MoE layers save padded rows in a `Stash`; return it, or None if none does.
+
+    `peers` as in `apply_memory_options`.
+    """
     if options.stash is None:
         return None
     modules = (module for block in blocks for module in block.modules())
     layers: list[Any] = [m for m in modules if _has_spare_rows(m) and m not in compiled_modules]
-    if not layers:
+    if not _unite_stages(set(layers) and {"stash"}, peers):
         warnings.warn(
             "MemoryOptions.stash is not used: no MoE layer of a block has room for more rows than "
             "come (dispatcher 'nvlink', or a capacity with pad), and experts 'triton' or 'torch' "
             "without biases",
             stacklevel=6,
         )
+    if not layers:
         return None
     stash = Stash(device, options.stash, sum(layer.runs for layer in layers))
     stash.attach(blocks, dict.fromkeys(layers, "moe").get)
@@ -91,8 +100,16 @@ def _has_spare_rows(module: nn.Module) -> bool:
     return module.dispatcher.has_spare_rows(pads=pads) and separate is None
 
 
+def _unite_stages(parts: Set[str], peers: dist.ProcessGroup | None) -> Set[str]:
+    """Return the union of the parts that pipeline stages have. Collective over `peers`."""
+    return parts if peers is None else {part for of in gather_objects(parts, peers) for part in of}
+
+
 def _apply_recompute(
-    blocks: Iterable[nn.Module], options: MemoryOptions, compiled_modules: Set[nn.Module]
+    blocks: Iterable[nn.Module],
+    options: MemoryOptions,
+    compiled_modules: Set[nn.Module],
+    peers: dist.ProcessGroup | None,
 ) -> None:
     """Make backward recompute the selected parts of blocks; warn if an option selects none."""
     recompute_parts = set(options.parts) - {"expert_fc1"}
@@ -115,14 +132,18 @@ def _apply_recompute(
         wrap_forward(block, call_in_context, share_region_outputs)
     if recompute_parts.issuperset(GEMM_LAST):  # a block need not have all three
         recompute_parts.difference_update(GEMM_LAST)
-    unused = [part for part in options.parts if part in recompute_parts - used_parts]
+    unused_parts = recompute_parts - _unite_stages(used_parts, peers)
+    unused = [part for part in options.parts if part in unused_parts]
     if unused:
         text = f"MemoryOptions.recompute ({unused[0]!r}) is not used: no block has it"
         warnings.warn(text, stacklevel=7)
 
 
 def _map_offloaded_parts(
-    blocks: Iterable[nn.Module], options: MemoryOptions, compiled_modules: Set[nn.Module]
+    blocks: Iterable[nn.Module],
+    options: MemoryOptions,
+    compiled_modules: Set[nn.Module],
+    peers: dist.ProcessGroup | None,
 ) -> dict[nn.Module, str]:
     """Return module -> kind, such as "mlp", of parts to offload; warn if an option selects none."""
     kinds: dict[nn.Module, str] = {}
@@ -137,7 +158,8 @@ def _map_offloaded_parts(
                 kinds[module] = kind
         if "rest" in options.offload:
             kinds[block] = "rest"
-    unused = [part for part in options.offload if part not in kinds.values()]
+    used_parts = _unite_stages({*kinds.values()}, peers)
+    unused = [part for part in options.offload if part not in used_parts]
     if unused:
         warnings.warn(
             f"MemoryOptions.offload ({unused[0]!r}) is not used: no block has it outside of what "

@@ -38,7 +38,8 @@ class AdamW(torch.optim.AdamW):
     gradients are not written back to memory.
 
     Args:
-        params, betas, eps, weight_decay: as in torch.
+        params: as in torch; may be empty, such as in a pipeline stage that trains nothing.
+        betas, eps, weight_decay: as in torch.
         lr: as in torch; a tensor is read without a host sync.
         moment_dtype: the dtype of both moments. torch.bfloat16 saves 4 bytes per parameter: moments
             are computed in fp32 and rounded stochastically, without a bias. torch.float8_e4m3fn
@@ -77,9 +78,13 @@ class AdamW(torch.optim.AdamW):
         pair = tuple(betas) if isinstance(betas, list) else betas
         AdamWOptions(lr=lr, betas=pair, eps=eps, weight_decay=weight_decay)
         self.moment_dtype, self.master_remainder = moment_dtype, master_remainder
+        if not isinstance(params, Tensor):  # torch refuses a tensor, and an empty list
+            entries: list[Any] = list(params)
+            params = entries or [{"params": []}]
         super().__init__(params, lr, betas, eps, weight_decay, fused=True)
-        all_dtypes = map(self._get_state_dtypes, self._list_params())
-        if master_remainder and not any("remainder" in dtypes for dtypes in all_dtypes):
+        all_dtypes = [self._get_state_dtypes(param) for param in self._list_params()]
+        has_remainder = any("remainder" in dtypes for dtypes in all_dtypes)
+        if master_remainder and all_dtypes and not has_remainder:
             raise ValueError(
                 "master_remainder (True) must have parameters in bf16: convert the model with "
                 "model.to(torch.bfloat16), or leave it out"

@@ -79,8 +79,9 @@ class StateOffload:
                 "close() that one"
             )
         self._optimizer, self._fraction = optimizer, fraction
-        first = next(param for group in optimizer.param_groups for param in group["params"])
-        self._device = get_local_tensor(first).device
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        # A pipeline stage that trains nothing has an optimizer without parameters.
+        self._device = get_local_tensor((*params, *model.parameters())[0]).device
         self._copies, self._stream = HostCopies(), CopyStream(self._device)
         self._parts: list[_StatePart] = []  # none while all state is on the device
         self._blocks = find_blocks(model) or [model]
