@@ -1,4 +1,5 @@
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 
 from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes, parallelize_moe
 from moecore.base.options.precision import Precision, Recipe
+from moecore.base.params import PARALLEL_STATE
 from moecore.base.torch_private import HAS_SEPARATE_PIECES, get_local_tensor
 from moecore.io import export_hf, merge_adapters, save, save_adapters
 from moecore.precision import store_experts_in_fp8
@@ -127,7 +129,9 @@ def test_trained_and_missing_experts_are_refused() -> None:
     with pytest.raises(ValueError, match=r"experts.w1 \(trained\) must be frozen"):
         store_experts_in_fp8(layer)
     with pytest.raises(ValueError, match=r"model \(Linear\) must have routed experts"):
-        store_experts_in_fp8(nn.Linear(2, 2))
+        store_experts_in_fp8(model := nn.Linear(2, 2))
+    setattr(model, PARALLEL_STATE, SimpleNamespace(layout="stages"))
+    store_experts_in_fp8(model)  # only another stage has experts
     x = torch.randn(5, 128)
     expected = layer.requires_grad_(False)(x)
     store_experts_in_fp8(layer)

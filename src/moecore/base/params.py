@@ -21,6 +21,7 @@ from moecore.base.torch_private import get_local_tensor, make_parameter_like
 T = TypeVar("T")
 BLOCK_NUMEL = 1 << 20  # values drawn at once by `init_normal_`
 READS_PLAIN = "_moecore_reads_plain"  # attribute of a sharded parameter, see `shard_parameter`
+PARALLEL_STATE = "_moecore_parallel_state"  # attribute of a parallelized model
 GATHERED_BLOCKS = "_moecore_gathered"  # attribute of a parameter in FP8 blocks
 # Attribute of a parameter without values: a function (box, values) that stores them quantised.
 WRITE_VALUES = "_moecore_write_values"

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from moecore.base.fields import check_arguments
 from moecore.base.options.dense import DenseOptions
 from moecore.base.options.precision import FrozenFormat, Precision
-from moecore.base.params import clean_name, get_local_param
+from moecore.base.params import PARALLEL_STATE, clean_name, get_local_param
 from moecore.base.regions import run_product
 from moecore.base.torch_private import get_autocast_dtype, get_local_tensor
 from moecore.kernels.linear import LinearProducts
@@ -44,6 +44,7 @@ def store_experts_in_fp8(model: nn.Module) -> None:
     """Store the frozen matrices of routed experts only in FP8, in place. No communication.
 
     Call it after the weights are loaded. An element then takes one byte, and outputs do not change.
+    A pipeline stage without experts does not change.
     `save` and `merge_adapters` need the unrounded values and raise ValueError. `save_adapters`
     works, and `export_hf` writes the rounded values.
 
@@ -56,7 +57,9 @@ def store_experts_in_fp8(model: nn.Module) -> None:
     """
     check_arguments(store_experts_in_fp8, locals())
     named = [(n, m) for n, m in model.named_modules() if isinstance(m, Experts)]
-    if not named:
+    state = getattr(model, PARALLEL_STATE, None)
+    is_stage = state is not None and state.layout is not None
+    if not named and not is_stage:  # a pipeline stage may have no layer with experts
         kind = type(model).__name__
         raise ValueError(f"model ({kind}) must have routed experts to be stored in FP8: drop it")
     places = [(n, m, role) for n, m in named for role in (m.layout.w1, m.layout.w2)]

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moecore.base.params import PARALLEL_STATE as PARALLEL_STATE
 from moecore.base.params import clean_name
 from moecore.base.torch_private import get_local_tensor
 from moecore.moe.dispatch.exchange_pool import ExchangePool
@@ -23,8 +24,6 @@ from moecore.parallel.model.request import Request
 from moecore.parallel.pipeline.layout import PipelineLayout, Stage
 from moecore.parallel.pipeline.run import Pipeline, StageOffload
 from moecore.parallel.pipeline.stage_replicas import AllStages, redistribute_grad
-
-PARALLEL_STATE = "_moecore_parallel_state"  # attribute of a parallelized model
 
 
 @dataclass(kw_only=True, slots=True)
