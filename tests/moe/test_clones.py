@@ -351,11 +351,18 @@ class OneClone:
 
 
 @pytest.mark.parametrize(
-    ("scaling", "number"), [("blockwise", 6), ("rowwise", 8), ("mxfp8", 6), ("nvfp4", 4)]
+    ("scaling", "number", "K"),
+    [
+        ("blockwise", 6, 384),
+        ("blockwise", 6, 128),  # one column of scales
+        ("rowwise", 8, 384),
+        ("mxfp8", 6, 384),
+        ("nvfp4", 4, 384),
+    ],
 )
-def test_what_rows_and_columns_share_is_fetched_once(scaling: Any, number: int) -> None:
+def test_what_rows_and_columns_share_is_fetched_once(scaling: Any, number: int, K: int) -> None:
     torch.manual_seed(0)
-    own, others = (tuple(torch.randn(n, 256, 384) for _ in range(2)) for n in (2, 1))
+    own, others = (tuple(torch.randn(n, 256, K) for _ in range(2)) for n in (2, 1))
     quantise = partial(quantise_matrices, recipe=Recipe(scaling=scaling))
     sent: dict[int, Tensor] = {}
     for leaf in tree_leaves(tuple(map(quantise, others))):

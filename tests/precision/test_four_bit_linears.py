@@ -26,7 +26,7 @@ from moecore.io import export_hf, init_adapters, latest, load, load_hf, merge_ad
 from moecore.kernels.rows.four_bit import dequantise, quantise
 from moecore.moe.stored_weights import get_four_bit_blocks
 from moecore.parallelize import plan_sharding
-from moecore.precision.apply import list_storable_linears
+from moecore.precision.apply import list_quantised_linears, list_storable_linears
 from tests.families.transformers.hf_models import random_model
 from tests.families.transformers.lora_cases import adapted_model, batches, peft
 from tests.helpers.ranks import run_ranks
@@ -61,8 +61,8 @@ def stored_params(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def compare(rank: int, device: torch.device, options: dict[str, Any]) -> tuple[int, bool]:
     """Number of linears in 4 bits, and whether all bits are those of a plain base."""
-    kind = options.pop("kind", "nf4")
-    stored = parallelized(Precision(frozen=kind, frozen_dense=True), **options)
+    kind, fp8 = options.pop("kind", "nf4"), options.pop("fp8", {})
+    stored = parallelized(Precision(frozen=kind, frozen_dense=True, **fp8), **options)
     linears = {n: p for n, p in stored_params(stored).items() if "experts.gate_up" not in n}
     linears = {n: p for n, p in linears.items() if "experts.down" not in n}
     assert all(
@@ -76,7 +76,8 @@ def compare(rank: int, device: torch.device, options: dict[str, Any]) -> tuple[i
     if options.pop("recomputes", False):
         enable_activation_checkpointing(plain_base)
     meshes = build_meshes(ParallelConfig(**options.pop("folding", {})), "cpu")
-    expected = results(parallelize_moe(plain_base, meshes, **options))
+    precision = Precision(**fp8) if fp8 else None
+    expected = results(parallelize_moe(plain_base, meshes, precision=precision, **options))
     again = results(stored)  # units have been resharded
     for key, value in expected.items():
         assert torch.equal(found[key], value) and torch.equal(again[key], value), key
@@ -130,13 +131,15 @@ SHARDED: list[dict[str, Any]] = [
     dict(folding=dict(ep=4)),
     dict(folding=dict(ep=4), fsdp=FSDPOptions(dense_strategy="no_shard")),
     dict(folding=dict(ep=4, dp_shard=2, dp_replicate=2), fsdp=FSDPOptions(blocks_per_unit=2)),
+    # A rank's shard of k_proj has 16 rows, of which MXFP8 would not be possible.
+    dict(folding=dict(ep=4), fp8=dict(recipe=Recipe(scaling="mxfp8"), roles=("attention",))),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SHARDED, ids=["sharded", "no_shard", "hybrid"])
+@pytest.mark.parametrize("case", SHARDED, ids=["sharded", "no_shard", "hybrid", "fp8 attention"])
 def test_data_ranks_have_all_linears(case: dict[str, Any]) -> None:
-    assert run_ranks(4, compare, case) == (sum(LAYERS), True)
+    assert run_ranks(4, compare, case) == (sum(LAYERS) - 8 * ("fp8" in case), True)
 
 
 def test_a_linear_dequantises_in_backward(
@@ -220,10 +223,16 @@ def test_from_files_to_a_merged_export(no_group_left: None, tmp_path: Path) -> N
 
 
 def test_linears_with_a_recipe_keep_their_dtype(no_group_left: None) -> None:
-    base = random_model("qwen2-moe", **SIZES | DENSE).requires_grad_(False)
-    precision = Precision(recipe=Recipe(), roles=("attention",), frozen="nf4", frozen_dense=True)
+    """With adapters, too: peft's names of their linears end in `base_layer`."""
+    base = adapted_model("qwen2-moe", SIZES | DENSE, target_modules=["q_proj", "gate_proj"])
+    pairs = (("*.0.self_attn.q_proj", None),)
+    how: Any = dict(recipe=Recipe(), roles=("attention",), frozen="nf4", frozen_dense=True)
+    precision = Precision(overrides=pairs, **how)
     parallelize_moe(base, build_meshes(ParallelConfig(), "cpu"), precision=precision)
-    assert {n.split(".")[-2] for n in stored_params(base)} == {*NAMES[4:], "experts"}
+    found = [n.replace(".base_layer", "").split(".")[-2] for n in stored_params(base)]
+    assert set(found) == {"q_proj", *NAMES[4:], "experts"} and found.count("q_proj") == 1
+    caches = {id(products.inputs) for _, products in list_quantised_linears(base)}
+    assert len(caches) == 2  # one per layer: all inputs have 128 columns
 
 
 REFUSED = {

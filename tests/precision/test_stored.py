@@ -134,6 +134,9 @@ def test_trained_and_missing_experts_are_refused() -> None:
     expected = layer.requires_grad_(False)(x)
     store_experts_in_fp8(layer)
     assert torch.equal(layer(x), expected)
+    experts = layer.get_part("experts").bfloat16().float()  # the blocks keep their dtype
+    assert experts.w1.untyped_storage().nbytes() == 4
+    assert torch.equal(layer(x), expected)
 
 
 def shared(rank: int, device: torch.device) -> str:

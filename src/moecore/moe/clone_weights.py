@@ -200,8 +200,9 @@ def _append_clone_matrices(
 
     def get_full_leaf(leaf: Tensor) -> Tensor:
         """Return `leaf` with the clones appended, transposed if `leaf` is a transposed view."""
-        full = full_by_address[leaf.data_ptr()]
-        is_first = leaf.stride() == leaves[leaf.data_ptr()].stride()
+        full, first = full_by_address[leaf.data_ptr()], leaves[leaf.data_ptr()]
+        # If a dim has size 1, a transposed view can have equal strides, but not an equal shape.
+        is_first = (leaf.shape, leaf.stride()) == (first.shape, first.stride())
         return full if is_first else full.transpose(1, 2)
 
     return tree_map_only(Tensor, get_full_leaf, quantised_pairs)  # type: ignore[no-any-return]

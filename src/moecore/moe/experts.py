@@ -178,7 +178,7 @@ class Experts(nn.Module):
         self.etp_rank, self.etp_size = mesh.get_local_rank("etp"), mesh.size(names.index("etp"))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Apply `fn` to parameters (`to_empty`, `to`); of 4-bit weights, to their blocks."""
+        """Apply `fn` to parameters (`to_empty`, `to`); of stored weights, to their blocks."""
         apply_to_blocks(self, fn, partial(super()._apply, fn, recurse))
         return self
 

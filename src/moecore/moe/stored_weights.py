@@ -114,29 +114,30 @@ def store_in_four_bits(param: nn.Parameter, kind: FrozenFormat, k: int) -> nn.Pa
 def apply_to_blocks(
     module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[], object]
 ) -> None:
-    """Run `apply()`, which is `module._apply(fn)`; of 4-bit parameters, `fn` maps the blocks."""
+    """Run `apply()`, which is `module._apply(fn)`; of stored parameters, `fn` maps the blocks."""
     named = [(n, p) for n, p in module._parameters.items() if p is not None]
-    four_bit_params = {n: p for n, p in named if get_four_bit_blocks(p) is not None}
-    module._parameters.update(dict.fromkeys(four_bit_params))
+    stored_params = {n: p for n, p in named if hasattr(p, GATHERED_BLOCKS)}
+    module._parameters.update(dict.fromkeys(stored_params))
     apply()
-    for name, param in four_bit_params.items():
+    for name, param in stored_params.items():
         module._parameters[name] = _move_stored_parameter(param, fn)
 
 
 def _move_stored_parameter(param: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
-    """Return a 4-bit parameter after `fn` of `nn.Module._apply`, such as a copy to a device.
+    """Return a stored parameter after `fn` of `nn.Module._apply`, such as a copy to a device.
 
     The blocks keep their dtypes.
     """
-    blocks = get_four_bit_blocks(param)
-    assert blocks is not None, "the caller has looked"
+    blocks: Blocks = getattr(param, GATHERED_BLOCKS)
     value = fn(get_local_tensor(param).detach().as_strided((), ()))
     if isinstance(blocks, HostBlocks):
         return make_stored_parameter(param, blocks.matrix.allocate(value.device), value)
-    values, scales = (fn(tensor) for tensor in blocks.tensors())
-    if scales.dtype != blocks.scales.dtype:
-        scales = blocks.scales.to(scales.device)
-    return make_stored_parameter(param, Blocks(values, scales, blocks.kind), value)
+    old_tensors = blocks.tensors()
+    values, scales, *amax = (
+        new if new.dtype == old.dtype else old.to(new.device)
+        for new, old in zip(map(fn, old_tensors), old_tensors, strict=True)
+    )
+    return make_stored_parameter(param, Blocks(values, scales, blocks.kind, *amax), value)
 
 
 def read_on_device(blocks: Blocks, dtype: torch.dtype) -> Tensor:

@@ -77,7 +77,8 @@ def apply_precision(
     for name, module in _list_linears(model).items():
         recipe = table[name].recipe
         if recipe is not None:
-            siblings = (name.rpartition(".")[0], module.in_features, recipe)  # share their inputs
+            parent = _remove_peft_level(name).rpartition(".")[0]
+            siblings = (parent, module.in_features, recipe)  # share their inputs
             cache = inputs.setdefault(siblings, InputCastCache())
             set_products(module, make_linear_products(recipe, cache))
     return table
@@ -100,6 +101,11 @@ def _list_linears(model: nn.Module) -> dict[str, nn.Linear]:
     return {clean_name(name): m for name, m in modules if isinstance(m, nn.Linear)}
 
 
+def _remove_peft_level(linear_name: str) -> str:
+    """Return the name without "base_layer", which peft adds to a linear with adapters."""
+    return linear_name.removesuffix(".base_layer")
+
+
 def list_storable_linears(model: nn.Module, precision: Precision | None) -> dict[str, nn.Linear]:
     """Return the linears that `Precision.frozen_dense` stores in 4 bits, by clean module name.
 
@@ -114,10 +120,11 @@ def list_storable_linears(model: nn.Module, precision: Precision | None) -> dict
     uses = Counter(m.weight for m in modules.values() if isinstance(m, nn.Linear | nn.Embedding))
     storable = {}
     for name, module in linears.items():
-        parent, _, leaf = name.removesuffix(".base_layer").rpartition(".")  # as peft names a linear
+        parent, _, leaf = _remove_peft_level(name).rpartition(".")
         has_forward = type(module).forward in (*PLAIN_FORWARDS, ProductLinear.forward)
         if (
             find_linear_role(f"{parent}.{leaf}") is not None
+            and not _is_quantised(module)  # FSDP may have sharded a weight that has a recipe
             and _decide_linear(name, module, precision).recipe is None
             and has_forward
             and module.in_features % group == 0
@@ -153,8 +160,14 @@ def list_quantised_linears(model: nn.Module) -> Iterator[tuple[nn.Linear, Quanti
             yield module, module.products
 
 
+def _is_quantised(module: nn.Linear) -> bool:
+    """Return whether `apply_precision` has set a recipe on this linear."""
+    return isinstance(module, ProductLinear) and isinstance(module.products, QuantisedProducts)
+
+
 def _decide_linear(name: str, module: nn.Linear, precision: Precision) -> LinearPrecision:
     """Return the role of a linear, and its recipe or the reason why it is not quantised."""
+    name = _remove_peft_level(name)
     role = find_linear_role(name)
     recipe = precision.find_recipe(name, role)
     if role is None:
@@ -176,6 +189,7 @@ def _check_overrides(
     `decisions` maps the name of each linear to its decision.
     """
     modules = {clean_name(name): module for name, module in model.named_modules()}
+    decisions = {_remove_peft_level(name): decided for name, decided in decisions.items()}
     experts = {n for n, m in modules.items() if isinstance(m, Experts | SharedExpert)}
     quantised = {name for name, decided in decisions.items() if decided.recipe is not None}
     for pattern, recipe in precision.overrides:

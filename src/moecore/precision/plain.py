@@ -50,7 +50,7 @@ class ProductLinear(nn.Linear):
         return self.products(input, self.weight, self.bias, training=self.training)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Apply `fn` to parameters (`to_empty`, `to`); of a 4-bit weight, to its blocks."""
+        """Apply `fn` to parameters (`to_empty`, `to`); of a stored weight, to its blocks."""
         apply_to_blocks(self, fn, functools.partial(super()._apply, fn, recurse))
         return self
 

@@ -354,9 +354,14 @@ def test_a_late_backward_raises(layout: str, results: dict[str, Any]) -> None:
 
 def tied() -> Decoder:
     model = Decoder(CONFIG, device="meta")
-    attention = model.model.layers[0].self_attn
-    attention.v_proj.weight = attention.k_proj.weight
+    model.model.layers[0].self_attn.v_proj.weight = model.model.layers[0].self_attn.k_proj.weight
     return model
+
+
+def dora() -> Any:
+    peft: Any = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], use_dora=True)
+    return peft.get_peft_model(Decoder(CONFIG, device="meta"), config)
 
 
 MXFP8, NVFP4 = (
@@ -375,6 +380,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "compiled": (None, {"dense": DenseOptions(compile=True)}, r"Options.compile \(True\) = False"),
     "fp64": (torch.float64, {}, r"\(torch.float64\) must be kept in fp32 or bf16"),
     "tied": (tied, {}, "v_proj.weight must not be tied|k_proj.weight must not be tied"),
+    "DoRA": (dora, {}, r"q_proj must have no DoRA, which reads its weight, with FSDPOptions\.fp8"),
 }
 
 

@@ -380,6 +380,12 @@ def find_gather_recipes(
                 "its values to FP8 products alone: untie it, or leave it out by "
                 "Precision.overrides"
             )
+    for name, layer in model.named_modules():
+        has_dora = bool(getattr(layer, "lora_magnitude_vector", None))
+        if has_dora and layer.get_base_layer().weight in read:
+            raise ValueError(
+                f"{name} must have no DoRA, which reads its weight, with {GATHER}: drop one of them"
+            )
     return {names[param]: recipe for param, recipe in read.items()}
 
 
