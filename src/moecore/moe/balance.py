@@ -298,7 +298,7 @@ class LoadTracker(LossFactors):
 
         The first backward of each forward calls it. `losses` is fp32 [4]; None = no losses.
         `prior_counts_E` are the counts that the forward read, after `allow_forwards_in_flight`,
-        otherwise None. `choice_tensors` are `observed` of `_attach_losses`.
+        otherwise None. `choice_tensors` are the argument `observed` of `_attach_losses`.
         """
         ids_TK, capacity_ids_TK, best_TK, logits_TE, bias_E, padding_mask_T = choice_tensors
         self.num_in_flight = max(0, self.num_in_flight - 1)

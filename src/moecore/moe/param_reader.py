@@ -71,9 +71,8 @@ class ParamReader:
         self._caches_copies = caches_copies
         self.dequantises = False  # whether a parameter is stored in 4 bits
         self._shares = False  # whether later micro-batches of the step use the copies
-        self._copies: dict[
-            Hashable, tuple[tuple[int, ...], Any]
-        ] = {}  # key of the params' values, copy
+        # Key of a copy -> key of the parameters' values, copy.
+        self._copies: dict[Hashable, tuple[tuple[int, ...], Any]] = {}
         # Storage -> weights and their copies, inside `exclude_from_activations`. References to the
         # tensors keep their storage keys unique.
         self._operands: dict[int, Tensor] = {}

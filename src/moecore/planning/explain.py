@@ -352,7 +352,7 @@ def describe_block_saved_bytes(model: nn.Module, batch: Batch) -> list[str]:
     elif hasattr(model, "get_input_embeddings"):  # of transformers
         inputs = dict(use_cache=False, position_ids=torch.arange(batch[1], device="cpu")[None])
     numbers = list(range(len(blocks)))
-    run: Callable[[Any], Any] = lambda copy: copy(tokens_BT, **inputs)  # noqa: E731
+    run: Callable[[Any], Any] = partial(_run_model, tokens_BT, inputs)
     if attachment is not None and attachment.stages:
         places = _number_layers(attachment.request.family.make_staged_model(model))
         numbers = [places.get(block, i) for i, block in enumerate(blocks)]
@@ -377,6 +377,11 @@ def describe_block_saved_bytes(model: nn.Module, batch: Batch) -> list[str]:
         total += f", {format_bytes(host)} in host memory"
     title = f"saved for backward per token, of {batch[0]} x {batch[1]} tokens"
     return [title, *format_columns(table), total]
+
+
+def _run_model(tokens_BT: Tensor, inputs: dict[str, Any], model: nn.Module) -> Any:
+    """Return the output of a model without pipeline stages."""
+    return model(tokens_BT, **inputs)
 
 
 def _run_stages(tokens_BT: Tensor, attachment: ParallelState, model: nn.Module) -> list[Tensor]:

@@ -359,9 +359,11 @@ def tied() -> Decoder:
 
 
 def dora() -> Any:
-    peft: Any = pytest.importorskip("peft")
+    import peft
+
     config = peft.LoraConfig(target_modules=["q_proj"], use_dora=True)
-    return peft.get_peft_model(Decoder(CONFIG, device="meta"), config)
+    model: Any = Decoder(CONFIG, device="meta")
+    return peft.get_peft_model(model, config)
 
 
 MXFP8, NVFP4 = (

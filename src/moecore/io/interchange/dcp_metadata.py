@@ -44,7 +44,7 @@ RECORDS = frozenset(
 )
 HOMES = ("torch.distributed.", "megatron.core.", "pathlib")
 # Opcodes of a pickle. The elements of a list follow its opcode.
-GETS = ("GET", "BINGET", "LONG_BINGET")  # of an earlier object
+GETS = ("GET", "BINGET", "LONG_BINGET")  # push an earlier object again
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_LIST": "a list"}
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 

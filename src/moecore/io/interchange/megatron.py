@@ -65,7 +65,7 @@ OTHER_FUNCTIONS = (
     *("moe_apply_probs_on_input", "rotary_interleaved", "no_rope_freq", "qk_l2_norm"),
     *("apply_residual_connection_post_layernorm", "use_rope_scaling"),
 )
-# Values of further arguments, of which other values are supported or come with tensors.
+# Arguments with one value that DecoderConfig does not support and that adds no tensor.
 OTHER_CHOICES = {"softmax_type": "off-by-one", "position_embedding_type": "none"}
 # Blocks of a layer: names in Megatron-Core (the first is written, all are read), and the Hugging
 # Face tensors with its rows. Blocks of tensors that the model lacks are skipped.

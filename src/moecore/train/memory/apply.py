@@ -37,8 +37,8 @@ def apply_memory_options(
     """Apply recomputation and offload to blocks in place; return the `Offload`, None if it is off.
 
     Modules in compiled code (`compiled_modules`) do not change. `blocks_by_stage` maps the index of
-    a pipeline stage to its blocks; None = no pipeline. `peers` has a rank of each stage, of which
-    one must have each selected part, otherwise a warning is given; None = no pipeline.
+    a pipeline stage to its blocks; None = no pipeline. `peers` is a group with one
+    rank of each pipeline stage; None = no pipeline. A selected part that no stage has is warned of.
     """
     # "expert_fc1" of the options is the experts' own: see `Experts.set_backend`. In compiled code
     # the compiler recomputes (`make_inductor_options`), and nothing is offloaded.
