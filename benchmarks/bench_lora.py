@@ -35,6 +35,7 @@ import os
 import sys
 import tempfile
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, get_args
 
@@ -151,6 +152,16 @@ def describe(args: argparse.Namespace, document_len: int) -> Row:
     }
 
 
+def make_precision(args: argparse.Namespace) -> Precision | None:
+    """Return the precision of the products; with --fp8-base only those of experts are in FP8."""
+    if args.precision in get_args(FrozenFormat):
+        return Precision(frozen=args.precision, frozen_dense=args.frozen_dense)
+    precision = Precision.of(args.precision)
+    if precision is not None and args.fp8_base:
+        return replace(precision, roles=("experts",))
+    return precision
+
+
 def build(args: argparse.Namespace, meshes: Meshes) -> Any:
     """Return the parallelized model with adapters on the meta device."""
     model = build_adapted_model(args, meshes)
@@ -163,9 +174,7 @@ def build(args: argparse.Namespace, meshes: Meshes) -> Any:
         dispatch=DispatchOptions(
             nvlink=NVLinkOptions(row_factor=args.row_factor)
         ),  # the GPUs of a host take it
-        precision=Precision(frozen=args.precision, frozen_dense=args.frozen_dense)
-        if args.precision in get_args(FrozenFormat)
-        else args.precision,
+        precision=make_precision(args),
         dense=DenseOptions(compile=args.compile),
         memory=MemoryOptions(recompute=tuple(args.recompute), offload_frozen=args.offload_frozen),
         fsdp=FSDPOptions(
